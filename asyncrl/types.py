@@ -234,16 +234,14 @@ class Rollout:
     @staticmethod
     def from_turn(turn: Turn, media: tuple[Shown, ...] = ()) -> Rollout:
         """A single-turn rollout, not yet rewarded. media: of its prompt"""
-        p, length = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.output_ids)
-        mask, logprobs = np.zeros(length, np.int8), np.zeros(length, np.float32)
-        mask[p:], logprobs[p:] = 1, turn.logprobs
-        versions = np.empty(length, np.int32)
-        versions[:p], versions[p:] = NO_VERSION, turn.versions
+        p, t = len(turn.prompt_ids), len(turn.output_ids)
         return Rollout(
-            token_ids=np.concatenate([turn.prompt_ids, turn.output_ids], dtype=np.int64),
-            loss_mask=mask,
-            logprobs=logprobs,
-            versions=versions,
+            token_ids=np.concatenate([turn.prompt_ids, turn.output_ids]).astype(np.int64, copy=False),
+            loss_mask=np.concatenate([np.zeros(p, np.int8), np.ones(t, np.int8)]),
+            logprobs=np.concatenate([np.zeros(p, np.float32), turn.logprobs.astype(np.float32, copy=False)]),
+            versions=np.concatenate(
+                [np.full(p, NO_VERSION, np.int32), turn.versions.astype(np.int32, copy=False)]
+            ),
             finish=turn.finish,
             columns={} if turn.experts is None else {"experts": turn.experts},
             media=media,

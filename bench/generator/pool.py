@@ -40,7 +40,9 @@ async def main() -> None:
     status = ProcessStatus()
     worker = asyncio.create_task(process.run_generator(config, name="pool", status=status))
     orders = asyncio.create_task(_obey(talk, watched))
-    await asyncio.to_thread(status.loaded.wait)
+    loaded = asyncio.create_task(asyncio.to_thread(status.loaded.wait))
+    await asyncio.wait({worker, loaded}, return_when=asyncio.FIRST_COMPLETED)
+    status.loaded.set()
     gc.freeze()  # as `process_view.shown` does
     done, _ = await asyncio.wait({worker, orders}, return_when=asyncio.FIRST_COMPLETED)
     for task in done:

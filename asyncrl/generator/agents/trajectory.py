@@ -87,7 +87,7 @@ class Trajectory:
         """The bytes of all entries."""
         for entry in self.entries[self._packed_entries :]:
             self._packed += msgpack.packb(entry_fields(entry))
-        self._packed_entries = len(self.entries)
+            self._packed_entries += 1
         return bytes(self._packed)
 
     def keep_first(self, count: int) -> None:

@@ -1,8 +1,9 @@
-"""Calls of one function in threads: short calls share a thread, and none waits long behind another.
+"""Calls of one function in threads: short calls share a thread, and none waits for a long one while threads are free.
 
     call ──▸ waiting ──▸ a thread makes call after call ──▸ done ──▸ the event loop: woken once for all that are done
                 │
-                └ JOIN_S later calls still wait: threads join, as many as make a call since then, up to `most`
+                └ JOIN_S later calls still wait: a thread joins, or as many as have made one call for longer than that,
+                  up to `most`
 
 A thread for each call costs two switches between threads and a wake-up of the loop, often for microseconds of work.
 """
@@ -36,10 +37,10 @@ class _Call:
 
 
 class CallThreads:
-    """Up to `most` calls at once, in daemon threads that have `name` meanwhile. One event loop makes all calls.
+    """Up to `most` calls at once, in daemon threads, which get `name`. One event loop at a time makes calls.
 
     A call that is given up, or that takes longer than `deadline_s`, leaves its thread behind and its place to
-    the next one: a call that hangs blocks neither others nor the end of the process.
+    the next one, beyond `most`: a call that hangs blocks neither others nor the end of the process.
     """
 
     def __init__(self, name: str, most: int, deadline_s: float) -> None:
@@ -49,6 +50,7 @@ class CallThreads:
         self._waiting: deque[_Call] = deque()
         self._under_way: dict[_Call, None] = {}  # as they began
         self._done: list[_Call] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._look: asyncio.TimerHandle | None = None
 
     @property
@@ -57,17 +59,23 @@ class CallThreads:
         return len(self._under_way)
 
     def begin(self, function: Callable[[], Any], first: bool = False) -> asyncio.Future[Any]:
-        """A call, which is given up by `cancel`. first: before all calls that wait.
+        """Begins a call. `cancel` of the result gives it up. first: before all calls that wait.
 
-        Its result raises TimeoutError `deadline_s` after a thread began the call, and the function's error, as
-        `as_failure` changes it.
+        The result raises TimeoutError `deadline_s` after a thread began the call; the function's error, as `as_failure`
+        changes it; and RuntimeError if the machine has no thread for it.
         """
-        call = _Call(function, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop.create_future())
         call.result.add_done_callback(lambda result: self._give_up(call) if result.cancelled() else None)
         with self._lock:
+            if loop is not self._loop:  # the one before has ended, with its timers and all that waited in it
+                self._loop, self._look = loop, None
+                self._done.clear()
+                self._waiting.clear()
             (self._waiting.appendleft if first else self._waiting.append)(call)
-            if not self._threads:
-                self._join()
+            if not self._threads and not self._join():
+                self._waiting.remove(call)
+                call.result.set_exception(RuntimeError("the machine has no more threads"))
         self._look_in(JOIN_S)
         return call.result
 
@@ -95,8 +103,9 @@ class CallThreads:
             long = sum(now >= call.begun + JOIN_S for call in self._under_way)
             for _ in range(min(len(self._waiting), max(1, long), self._most - self._threads)):
                 self._join()
-            waits, oldest = bool(self._waiting), next(iter(self._under_way), None)
-        if waits:
+            oldest = next(iter(self._under_way), None)
+            may_join = self._waiting and (self._threads < self._most or oldest is None)
+        if may_join:
             self._look_in(JOIN_S)
         elif oldest is not None:
             self._look_in(max(JOIN_S, oldest.begun + self._deadline_s - now))
@@ -121,10 +130,14 @@ class CallThreads:
 
     # ---- in the threads
 
-    def _join(self) -> None:
-        """Under the lock."""
+    def _join(self) -> bool:
+        """Under the lock. Whether a thread has joined."""
+        try:
+            begin_in_thread(self._make_calls)
+        except RuntimeError:  # the machine has no more
+            return False
         self._threads += 1
-        begin_in_thread(self._make_calls)
+        return True
 
     def _make_calls(self) -> None:
         """Until none waits, or the last one was given up."""
@@ -149,7 +162,7 @@ class CallThreads:
             return None
 
     def _end(self, call: _Call) -> bool:
-        """Whether this thread has still its place."""
+        """Whether this thread still has its place."""
         with self._lock:
             if call not in self._under_way:
                 return False

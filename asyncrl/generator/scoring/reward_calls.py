@@ -1,6 +1,6 @@
 """Calls of one reward function, such that one bad call never stalls the others.
 
-task, text ──▸ plain function: one of `workers` threads ──┐ deadline_s ──▸ read ──▸ result
+task, text ──▸ plain function: in up to `workers` threads ┐ deadline_s ──▸ read ──▸ result
                async function: this event loop ───────────┘ failed or late: again, `retries` times, then RewardError
 
 After all calls of a task its result is noted; too many failed tasks (`FailureLimit`) raise RewardFailedError.
@@ -13,13 +13,13 @@ import inspect
 import logging
 import reprlib
 import traceback
+from asyncio import Future
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.config.functions.function_spec import load_function
 from asyncrl.config.functions.signatures import check_reward
@@ -36,6 +36,9 @@ Reward = Callable[..., Any]
 
 Result = TypeVar("Result")
 
+Read = Callable[[Any], Result]
+"""Reads a function's value. Raises an error if it is none."""
+
 PACKAGE = Path(__file__).parents[2]
 
 FIRST = 32
@@ -49,6 +52,26 @@ LEAST = 64
 """Tasks in the window before the share counts."""
 
 log = logging.getLogger(__name__)
+
+
+class Arguments(NamedTuple):
+    """Of a call: the text and the rollout of an answer, or lists of them. A function that takes two gets the first
+    two."""
+
+    task: Task
+    text: Any
+    rollout: Any
+
+
+class _UnreadableError(Exception):
+    """A value that is no reward."""
+
+
+class _AwaitableError(Exception):
+    """A plain function returned something that has to be awaited, which a thread cannot do."""
+
+    def __init__(self, value: Awaitable[Any]) -> None:
+        self.value = value
 
 
 class RewardError(Exception):
@@ -73,67 +96,90 @@ class RewardCall:
         self._threads = CallThreads(
             getattr(function, "__name__", "reward"), config.workers, config.deadline_s
         )
+        self._awaiting = asyncio.Semaphore(config.workers)
         # Where failures count as 0, any share of them is expected.
         self._limit = FailureLimit(config.max_failed_share if config.on_failure == "drop" else 1.0)
         self._logged: set[type[Exception]] = set()
 
     @property
     def under_way(self) -> int:
-        """Calls that have begun and not ended."""
+        """Calls that have begun and not ended, without those given up."""
         return self._awaited + self._threads.under_way
 
-    def begin(self, task: Task, text: Any, rollout: Any, again: bool = False) -> asyncio.Future[Any]:
-        """An attempt, which gives the function's value. The deadline excludes the wait for a thread.
+    def begin(self, arguments: Arguments, read: Read[Result], again: bool = False) -> Future[Result] | None:
+        """An attempt in a thread, for `result`. None: an async function begins there.
 
         again: before all first attempts: behind them its failure would be known too late
         """
-        arguments = (task, text, rollout) if self._takes_rollout else (task, text)
         if self._async:
-            return asyncio.ensure_future(self._traced_in_loop(*arguments))
-        return self._threads.begin(partial(self._call, *arguments), first=again)
+            return None
+        spans: list[tracing.OpenSpan] = []
+        attempt = self._threads.begin(partial(self._in_thread, arguments, read, spans), first=again)
+        attempt.add_done_callback(lambda _: _end(spans))
+        return attempt
 
-    async def result(
-        self,
-        first: asyncio.Future[Any],
-        task: Task,
-        text: Any,
-        rollout: Any,
-        read: Callable[[Any], Result],
-    ) -> Result:
+    async def result(self, first: Future[Result] | None, arguments: Arguments, read: Read[Result]) -> Result:
         """`read` of the function's value. first: the first attempt. Raises RewardError after 1 + retries failures of
         either."""
-        why = ""
-        for attempt in range(1 + self.config.retries):
+        task, why = arguments.task, ""
+        for number in range(1 + self.config.retries):
+            attempt = self.begin(arguments, read, again=True) if number else first
             try:
-                value = await (self.begin(task, text, rollout, again=True) if attempt else first)
-                value = await self._in_loop(value) if inspect.isawaitable(value) else value
+                return await self._outcome(attempt, arguments, read)
             except RewardFailedError:
                 raise
             except TimeoutError:
                 why = f"took longer than reward.deadline_s={self.config.deadline_s}"
                 self._log_late(task, why)
+            except _UnreadableError as error:
+                why = str(error)
             except Exception as error:
                 why = f"raised {type(error).__name__}: {error}{_location(error)}"
                 self._log_error(task, error)
-            else:
-                try:
-                    return read(value)
-                except Exception as error:
-                    why = f"returned {reprlib.repr(value)}: {error}"
             self.failures += 1
         which = f"reward {self.name!r}" if self.name else "reward"
         raise RewardError(f"the {which} of task {task.ordinal} {why}")
 
-    async def _traced_in_loop(self, task: Task, *arguments: Any) -> Any:
-        with self._traced(task):
-            return await self._in_loop(self._function(task, *arguments))
+    async def _outcome(
+        self, attempt: Future[Result] | None, arguments: Arguments, read: Read[Result]
+    ) -> Result:
+        if attempt is None:
+            return await self._in_loop(self._value(arguments), arguments, read)
+        try:
+            return await attempt
+        except _AwaitableError as returned:
+            async with self._awaiting:
+                return await self._in_loop(returned.value, arguments, read)
 
-    def _call(self, task: Task, *arguments: Any) -> Any:
-        with self._traced(task):
-            return self._function(task, *arguments)
+    def _in_thread(self, arguments: Arguments, read: Read[Result], spans: list[tracing.OpenSpan]) -> Result:
+        """The span ends with the attempt, which a call that hangs outlives."""
+        spans.append(self._begin_span(arguments))
+        value = self._value(arguments)
+        if inspect.isawaitable(value):
+            raise _AwaitableError(value)
+        return _read(read, value)
 
-    def _traced(self, task: Task) -> AbstractContextManager[Any]:
-        return tracing.span("reward functions", self._span, tracing.SHORT_S, task=task.ordinal)
+    async def _in_loop(self, value: Awaitable[Any], arguments: Arguments, read: Read[Result]) -> Result:
+        """Raises the function's error; a cancellation that is its own and a SystemExit as `as_failure` changes them."""
+        span = self._begin_span(arguments)
+        self._awaited += 1
+        try:
+            async with asyncio.timeout(self.config.deadline_s):
+                return _read(read, await value)
+        except (SystemExit, asyncio.CancelledError) as raised:
+            task = asyncio.current_task()
+            if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            raise as_failure(raised) from raised
+        finally:
+            self._awaited -= 1
+            span.end()
+
+    def _value(self, arguments: Arguments) -> Any:
+        return self._function(*(arguments if self._takes_rollout else arguments[:2]))
+
+    def _begin_span(self, arguments: Arguments) -> tracing.OpenSpan:
+        return tracing.begin("reward functions", self._span, tracing.SHORT_S, task=arguments.task.ordinal)
 
     def start(self) -> None:
         """Starts the function, if it has something to start."""
@@ -174,19 +220,6 @@ class RewardCall:
             log.warning(
                 "%s at task %d, for the first time:", self.config.function, task.ordinal, exc_info=error
             )
-
-    async def _in_loop(self, value: Awaitable[Any]) -> Any:
-        self._awaited += 1
-        try:
-            async with asyncio.timeout(self.config.deadline_s):
-                return await value
-        except (SystemExit, asyncio.CancelledError) as raised:
-            task = asyncio.current_task()
-            if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            raise as_failure(raised) from raised  # the function's own
-        finally:
-            self._awaited -= 1
 
 
 def load_reward(config: RewardConfig, key: str) -> Reward:
@@ -236,6 +269,18 @@ async def all_of(jobs: Iterable[Awaitable[Result]]) -> list[Result]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _read(read: Read[Result], value: Any) -> Result:
+    try:
+        return read(value)
+    except Exception as error:
+        raise _UnreadableError(f"returned {reprlib.repr(value)}: {error}") from error
+
+
+def _end(spans: Iterable[tracing.OpenSpan]) -> None:
+    for span in spans:
+        span.end()
 
 
 def _user_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from asyncrl.config.schema import RewardConfig
-from asyncrl.generator.scoring.reward_calls import Reward, RewardCall, RewardError, all_of, load_reward
+from asyncrl.generator.scoring.reward_calls import (
+    Arguments,
+    Reward,
+    RewardCall,
+    RewardError,
+    all_of,
+    load_reward,
+)
 from asyncrl.generator.scoring.scores import NOTHING, Score, combined, score_of
 from asyncrl.telemetry.status import LATE, UNDER_WAY, ProcessStatus
 from asyncrl.types import Rollout, Task
@@ -125,27 +132,26 @@ class Scorer:
         """failures: gets those that count as 0."""
         read = partial(score_of, weights=self._weights, name=call.name)
         if call.config.per == "group":
-            both = list(texts), list(rollouts)
-            whole = call.result(
-                call.begin(task, *both), task, *both, lambda values: list(_each(values, texts, read))
-            )
-            return await self._or_zero(call, whole, [NOTHING] * len(texts), failures)
-        firsts = [call.begin(task, *each) for each in zip(texts, rollouts, strict=True)]
+            whole, each = Arguments(task, list(texts), list(rollouts)), partial(_each, texts=texts, read=read)
+            scoring = call.result(call.begin(whole, each), whole, each)
+            return await self._or_zero(call, scoring, [NOTHING] * len(texts), failures)
+        answers = [
+            (Arguments(task, text, rollout), partial(read, text=text))
+            for text, rollout in zip(texts, rollouts, strict=True)
+        ]
+        firsts = [call.begin(*answer) for answer in answers]
+        in_threads = [first for first in firsts if first is not None]
         try:
-            await asyncio.wait(firsts, return_when=asyncio.FIRST_EXCEPTION)
-            if all(first.done() and not first.exception() for first in firsts):
-                with suppress(Exception):  # a value that cannot be read is a failure below
-                    return [
-                        read(first.result(), text=text) for first, text in zip(firsts, texts, strict=True)
-                    ]
+            if in_threads:
+                await asyncio.wait(in_threads, return_when=asyncio.FIRST_EXCEPTION)
+                if all(first.done() and not first.exception() for first in in_threads):
+                    return [first.result() for first in in_threads]
             return await all_of(
-                self._or_zero(
-                    call, call.result(first, task, text, rollout, partial(read, text=text)), NOTHING, failures
-                )
-                for first, text, rollout in zip(firsts, texts, rollouts, strict=True)
+                self._or_zero(call, call.result(first, *answer), NOTHING, failures)
+                for first, answer in zip(firsts, answers, strict=True)
             )
         finally:
-            for first in firsts:
+            for first in in_threads:
                 if not first.cancel() and not first.cancelled():
                     first.exception()  # asyncio warns of those that nobody has looked at
 
@@ -171,9 +177,8 @@ class Scorer:
             log.warning("%s", self._status.warning)
 
 
-def _each(values: Any, texts: Sequence[str], read: Any) -> Iterator[Score]:
+def _each(values: Any, texts: Sequence[str], read: Any) -> list[Score]:
     """Raises ValueError unless there is a value for each text."""
     if len(values) != len(texts):
         raise ValueError(f"{len(values)} values for {len(texts)} texts")
-    for value, text in zip(values, texts, strict=True):
-        yield read(value, text=text)
+    return [read(value, text=text) for value, text in zip(values, texts, strict=True)]

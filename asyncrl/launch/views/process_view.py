@@ -255,11 +255,15 @@ def shown(
         yield
 
 
-def _freeze(status: ProcessStatus, _: threading.Event) -> None:
-    """All that is there once the process has loaded stays: collections of garbage need not look through it, which takes
-    tens of milliseconds each and stops all threads."""
+def _freeze(status: ProcessStatus, ended: threading.Event) -> None:
+    """Once the process has loaded, the garbage collector ignores the objects made so far: looking through them takes
+    tens of milliseconds and stops all threads."""
     status.loaded.wait()
-    gc.freeze()
+    if not ended.is_set():
+        gc.collect()
+        gc.freeze()
+        ended.wait()
+        gc.unfreeze()
 
 
 def _decisions(process: str, role: str, config: Config) -> AbstractContextManager[None]:

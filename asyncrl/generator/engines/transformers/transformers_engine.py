@@ -283,10 +283,13 @@ class TransformersEngine:
     def _hand_out(
         self, pieces: Sequence[tuple[Pieces, int, Turn]], finished: Sequence[tuple[str, list[Turn]]]
     ) -> None:
+        for (
+            request_id,
+            turns,
+        ) in finished:  # at once: an abort that comes too late must not be the first result
+            self._end_request(request_id, turns)
         for receiver, sample, turn in pieces:
             self._loop.call_soon(receiver.take, sample, turn)
-        for request_id, turns in finished:
-            self._loop.call_soon(self._end_request, request_id, turns)
 
     def _end_request(self, request_id: str, result: list[Turn] | Exception) -> None:
         waiting = self._results.pop(request_id, None)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from asyncrl.generator import threads as generator_threads
 from asyncrl.generator.scoring import call_threads
 from asyncrl.generator.scoring.call_threads import CallThreads
+from asyncrl.generator.threads import in_thread
 
 NEVER_S = 1e6
 
@@ -77,9 +77,11 @@ async def test_threads_join_while_calls_wait_up_to_the_most(gate: threading.Even
     threads = calls(most=3)
     begun = [threads.begin(lambda: gate.wait(30)) for _ in range(9)]
     await eventually(lambda: threads.under_way == 3)
-    looks = clock.looks
-    await eventually(lambda: clock.looks > looks + 5)  # more than would join if they could
-    assert threads.under_way == 3
+    for _ in range(4):
+        looks = clock.looks
+        begun.append(threads.begin(lambda: gate.wait(30)))  # which has the threads looked at
+        await eventually(lambda looks=looks: clock.looks > looks)
+        assert threads.under_way == 3
     gate.set()
     await asyncio.gather(*begun)
     assert threads.under_way == 0
@@ -95,11 +97,69 @@ async def test_as_many_threads_join_as_make_a_long_call(gate: threading.Event, c
     assert looks_at_threads < 40, "one at each look would take 63"
 
 
+async def test_a_call_that_comes_while_another_takes_long_gets_a_thread_soon(
+    gate: threading.Event, clock: Clock
+) -> None:
+    threads = calls(most=2)
+    long = threads.begin(lambda: gate.wait(30))
+    await eventually(lambda: threads.under_way == 1)
+    looks = clock.looks
+    await eventually(lambda: clock.looks > looks)  # the next look is at the deadline of the long call
+    assert await asyncio.wait_for(threads.begin(lambda: 2), 30) == 2
+    gate.set()
+    await long
+
+
+async def test_a_call_that_is_cancelled_once_it_is_done_keeps_the_others_from_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_threads, "JOIN_S", NEVER_S)
+    threads, made = calls(most=1), threading.Event()
+    first, second = threads.begin(lambda: 1), threads.begin(lambda: 2)
+    third = threads.begin(made.set)
+    assert made.wait(30)  # the loop knows of none of them yet
+    first.cancel()
+    assert await asyncio.wait_for(second, 30) == 2
+    await third
+
+
+def test_calls_of_a_later_event_loop_are_made_and_meet_their_deadline(gate: threading.Event) -> None:
+    threads = calls(most=2, deadline_s=0.05)
+
+    async def hang() -> None:
+        threads.begin(gate.wait)  # its loop ends before it
+        await eventually(lambda: threads.under_way == 1)
+
+    async def later() -> int:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(threads.begin(gate.wait), 30)
+        return int(await asyncio.wait_for(threads.begin(lambda: 2), 30))
+
+    asyncio.run(hang())
+    assert asyncio.run(later()) == 2
+
+
+async def test_a_machine_without_threads_fails_calls_and_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = calls(most=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(call_threads, "begin_in_thread", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="no more threads"):
+                await threads.begin(lambda: 1)
+    assert await asyncio.wait_for(threads.begin(lambda: 2), 30) == 2
+
+
 async def test_a_call_that_takes_too_long_leaves_its_place_to_the_next(gate: threading.Event) -> None:
     threads = calls(most=1, deadline_s=0.05)
     with pytest.raises(TimeoutError):
         await threads.begin(gate.wait)
     assert threads.under_way == 0
+    threads._deadline_s = NEVER_S
     assert await asyncio.wait_for(threads.begin(lambda: 1), 30) == 1
 
 
@@ -119,23 +179,28 @@ async def test_a_call_that_its_caller_gives_up_leaves_its_place_and_one_that_wai
 
 async def test_the_thread_of_a_call_that_was_given_up_makes_no_other(gate: threading.Event) -> None:
     threads = calls(most=1)
-    given_up = threads.begin(lambda: gate.wait(30))
+    left = list[threading.Thread]()
+
+    def hang() -> None:
+        left.append(threading.current_thread())
+        gate.wait(30)
+
+    given_up = threads.begin(hang)
     await eventually(lambda: threads.under_way == 1)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
     held = threading.Event()
     second = threads.begin(lambda: held.wait(30))
     await eventually(lambda: threads.under_way == 1)
-    made = list[int]()
-    third = threads.begin(lambda: made.append(3))
-    await asyncio.sleep(0)
-    idle = len(generator_threads._idle)
+    third = threads.begin(threading.current_thread)
     gate.set()
-    await eventually(lambda: len(generator_threads._idle) > idle)
-    assert (made, threads.under_way) == ([], 1)
+    # The left thread is idle now, or about to be: it makes calls of others once it is.
+    while await in_thread(threading.current_thread) is not left[0]:
+        await asyncio.sleep(0)
+    assert (third.done(), threads.under_way) == (False, 1)
     held.set()
-    await asyncio.gather(second, third)
-    assert made == [3]
+    await second
+    assert await third is not left[0]
 
 
 async def test_a_first_call_is_before_all_that_wait(gate: threading.Event) -> None:

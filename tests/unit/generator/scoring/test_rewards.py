@@ -7,6 +7,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from asyncrl.errors import ConfigError, RewardFailedError
 from asyncrl.generator.scoring.reward_calls import FIRST, LATER, LEAST
 from asyncrl.generator.scoring.rewards import MISSED_AFTER, RewardError, Scorer
 from asyncrl.generator.scoring.scores import Score
+from asyncrl.telemetry import tracing
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Rollout, Scored, Step, Task
 
@@ -297,22 +299,88 @@ async def test_an_async_function_that_would_end_the_process_or_cancel_its_caller
         await score(reward)
 
 
-async def test_a_failure_is_known_although_a_call_before_it_hangs() -> None:
+@pytest.mark.parametrize(("bad", "why"), [("raises", "could not convert"), ("none", "returned None")])
+async def test_a_failure_is_known_although_a_call_before_it_hangs(bad: str, why: str) -> None:
     released = threading.Event()
 
-    def reward(task: Task, text: str) -> float:
+    def reward(task: Task, text: str) -> float | None:
         if text == "hangs":
             released.wait(60)
-        return float(text)
+        return None if text == "none" else float(text)
 
     scorer = Scorer(reward, config(deadline_s=60.0, retries=0))
     try:
-        with pytest.raises(RewardError, match="could not convert"):
-            await asyncio.wait_for(scorer.score_group(TASK, ["hangs", "fails"], [ROLLOUT] * 2), 30)
+        with pytest.raises(RewardError, match=why):
+            await asyncio.wait_for(scorer.score_group(TASK, ["hangs", bad], [ROLLOUT] * 2), 30)
         assert scorer.stats()["reward/failures"] == 1
     finally:
         released.set()
         scorer.close()
+
+
+async def test_a_group_that_is_given_up_has_no_call_made_any_more() -> None:
+    released, made = threading.Event(), list[str]()
+
+    def reward(task: Task, text: str) -> float:
+        made.append(text)
+        released.wait(60)
+        return 1.0
+
+    scorer = Scorer(reward, config(function="f.py:reward", deadline_s=60.0, workers=1))
+    scoring = asyncio.ensure_future(scorer.score_group(TASK, ["a", "b"], [ROLLOUT] * 2))
+    await eventually(lambda: made == ["a"])
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    released.set()
+    await scorer.score(TASK, "c", ROLLOUT)
+    assert made == ["a", "c"]
+
+
+async def test_an_async_function_that_is_given_up_has_cleaned_up_and_is_not_called_again() -> None:
+    done = list[str]()
+
+    async def reward(task: Task, text: str) -> float:
+        done.append("begun")
+        try:
+            return float(await asyncio.get_running_loop().create_future())
+        finally:
+            await asyncio.sleep(0)
+            done.append("cleaned up")
+
+    scorer = Scorer(reward, config(function="f.py:reward", deadline_s=60.0))
+    scoring = asyncio.ensure_future(scorer.score_group(TASK, ["a", "b"], [ROLLOUT] * 2))
+    await eventually(lambda: len(done) == 2)
+    scorer._calls[0].late = 1  # its figures are shown from then on
+    assert scorer.stats()["under_way/f.py:reward"] == 2
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert sorted(done) == ["begun"] * 2 + ["cleaned up"] * 2
+    assert scorer.stats()["under_way/f.py:reward"] == 0
+
+
+async def test_a_good_value_beside_a_bad_one_is_read_once() -> None:
+    """Steps may come from a generator."""
+
+    def reward(task: Task, text: str) -> Scored | None:
+        return Scored(1.0, (step for step in [Step(0, 1, 0.5)])) if text == "2" else None
+
+    scorer = Scorer(reward, config(on_failure="zero", retries=0))
+    good, bad = await scorer.score_group(TASK, ["2", "bad"], [ROLLOUT] * 2)
+    assert (good.reward, bad.reward) == (1.5, 0.0)
+
+
+async def test_the_span_of_a_call_that_hangs_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, released = list[str](), threading.Event()
+    span = SimpleNamespace(end=lambda: ended.append("span"))
+    monkeypatch.setattr(tracing, "begin", lambda *of, **about: span)
+    try:
+        with pytest.raises(RewardError, match="longer than"):
+            await score(lambda task, text: released.wait(60), deadline_s=0.05, retries=0)
+        await eventually(lambda: ended == ["span"])
+    finally:
+        released.set()
 
 
 async def test_a_plain_function_may_return_what_is_to_be_awaited() -> None:
@@ -323,7 +391,7 @@ async def test_a_plain_function_may_return_what_is_to_be_awaited() -> None:
     assert (await score(lambda task, text: later())).reward == 0.25
 
 
-async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_is_one_of_the_next_two(
+async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_is_one_of_the_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun: list[str] = []
@@ -341,7 +409,7 @@ async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_is_one_o
         assert scorer.stats()["under_way/f.py:slow"] == 1, "named before its first deadline"
         with suppress(RewardError):
             await calls[0]
-        assert begun[:3].count("a") == 2
+        assert begun[:4].count("a") == 2
         assert (
             "f.py:slow at task 3 took longer than reward.deadline_s=0.05, for the first time" in caplog.text
         )

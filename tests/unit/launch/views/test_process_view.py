@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,13 +241,21 @@ def test_nothing_is_shown_before_the_process_has_loaded(capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("quick")
 def test_collections_of_garbage_pass_over_what_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = threading.Event()
-    monkeypatch.setattr(process_view, "gc", SimpleNamespace(freeze=frozen.set))
+    done, frozen = list[str](), threading.Event()
+    calls = {name: partial(done.append, name) for name in ("collect", "unfreeze")}
+
+    def freeze() -> None:
+        done.append("freeze")
+        frozen.set()
+
+    monkeypatch.setattr(process_view, "gc", SimpleNamespace(freeze=freeze, **calls))
     status = ProcessStatus()
     with shown("g", GeneratorView(status), status, Config(launch=LaunchConfig(quiet=True))):
-        assert not frozen.is_set()
+        assert done == []
         status.loaded.set()
         assert frozen.wait(30)
+        assert done == ["collect", "freeze"]
+    assert done == ["collect", "freeze", "unfreeze"]
 
 
 @pytest.mark.usefixtures("quick")
