@@ -64,7 +64,7 @@ learner: {{threads: 1, micro_batch_tokens: 4096}}
 
 
 def write_model(folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Random weights: of a token to end with, one in 8192."""
+    """Random weights: of a token to end with, one in `vocab_size`, 8192 unless `sizes` has it."""
     write_model_folder(folder)
     others = {
         "num_attention_heads": 8,

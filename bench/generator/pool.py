@@ -27,13 +27,13 @@ WARM_S = 5.0
 async def main() -> None:
     talk = Talk()
     said = talk.hears()
-    of = LOADS[said["load"]]
-    config = config_of(Path(said["folder"]), said["engine"], said["address"], of)
+    load = LOADS[said["load"]]
+    config = config_of(Path(said["folder"]), said["engine"], said["address"], load)
     watched: list[Watched] = []
-    load = process.load_engine
+    load_engine = process.load_engine
 
     def load_watched(*args: Any) -> Any:
-        watched.append(Watched(load(*args), of))
+        watched.append(Watched(load_engine(*args), load))
         return watched[0]
 
     process.load_engine = cast(Any, load_watched)

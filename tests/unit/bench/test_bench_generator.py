@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from asyncrl.config.load import load_config
 from asyncrl.generator.engines.engine import SampleRequest
+from asyncrl.tasks.addition import train, write_model_folder
 from asyncrl.types import Sampling
 from bench.generator import __main__ as program
 from bench.generator import speculation
@@ -52,13 +54,17 @@ async def test_a_long_tail_gives_each_sample_a_length_of_its_own_and_probes_are_
 def test_short_answers_are_the_demos(tmp_path: Path) -> None:
     load, demo = LOADS["short"], load_config("configs/recipes/demo.yaml")
     write_model(tmp_path / "model", load.sizes)
+    write_model_folder(tmp_path / "demo")
     config = config_of(tmp_path, "transformers", load=load)
     assert config.batch == demo.batch
     assert (config.generator.slots, config.generator.max_tokens) == (
         demo.generator.slots,
         demo.generator.max_tokens,
     )
-    assert len(str(task_at(12345678, load).prompt)) == load.prompt
+    assert len(str(task_at(12345678, load).prompt)) == load.prompt == len(train()[0]["prompt"])
+    ours, theirs = (AutoConfig.from_pretrained(tmp_path / name) for name in ("model", "demo"))
+    for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"):
+        assert getattr(ours, key) == getattr(theirs, key), key
 
 
 def test_an_engine_that_was_not_measured_is_neither_0_nor_a_pass() -> None:

@@ -97,15 +97,12 @@ async def test_as_many_threads_join_as_make_a_long_call(gate: threading.Event, c
     assert looks_at_threads < 40, "one at each look would take 63"
 
 
-async def test_a_call_that_comes_while_another_takes_long_gets_a_thread_soon(
-    gate: threading.Event, clock: Clock
-) -> None:
+async def test_calls_that_come_while_another_takes_long_get_a_thread_soon(gate: threading.Event) -> None:
     threads = calls(most=2)
-    long = threads.begin(lambda: gate.wait(30))
+    long = threads.begin(gate.wait)
     await eventually(lambda: threads.under_way == 1)
-    looks = clock.looks
-    await eventually(lambda: clock.looks > looks)  # the next look is at the deadline of the long call
-    assert await asyncio.wait_for(threads.begin(lambda: 2), 30) == 2
+    for number in range(2):  # before the second, the next look is at the deadline of the long call
+        assert await asyncio.wait_for(threads.begin(lambda number=number: number), 30) == number
     gate.set()
     await long
 
@@ -164,13 +161,14 @@ async def test_a_call_that_takes_too_long_leaves_its_place_to_the_next(gate: thr
 
 
 async def test_a_call_that_its_caller_gives_up_leaves_its_place_and_one_that_waited_is_not_made(
-    gate: threading.Event,
+    gate: threading.Event, clock: Clock
 ) -> None:
     threads, made = calls(most=1), list[str]()
     hangs = threads.begin(gate.wait)
     await eventually(lambda: threads.under_way == 1)
     waits, last = (threads.begin(lambda name=name: made.append(name)) for name in ("waits", "last"))
-    await asyncio.sleep(0)
+    looks = clock.looks
+    await eventually(lambda: clock.looks > looks)  # the next look is at the deadline of the call that hangs
     waits.cancel()
     hangs.cancel()
     await asyncio.wait_for(last, 30)
