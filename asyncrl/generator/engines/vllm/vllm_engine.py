@@ -13,11 +13,13 @@ import logging
 import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 
 from asyncrl.config.schema import Config
 from asyncrl.counter_rng import stream_key
@@ -354,11 +356,16 @@ class VllmEngine:
 
 
 def _shut_down(llm: Any) -> None:
-    """Also wait for the end of processes that vLLM kills."""
+    """Also wait for the end of processes that vLLM kills. It stops, with an error, at one that has just ended: kill the
+    others here."""
     cores = [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")]
-    llm.shutdown(CLOSE_S)
+    with suppress(psutil.NoSuchProcess):
+        llm.shutdown(CLOSE_S)
     for core in cores:
         core.join(CLOSE_S)
+        if core.is_alive():
+            core.kill()  # its ranks notice
+            core.join(CLOSE_S)
 
 
 async def _last(outputs: Any) -> Any:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import signal
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
+import psutil
 import pytest
 from missing import needs_vllm
 from waiting import eventually
@@ -79,6 +83,17 @@ async def test_closing_ends_a_flip_under_way(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(RunClosedError, match="the engine was closed"):
             await flip
     assert not llm.has_resumed()
+
+
+async def test_closing_kills_an_engine_process_that_vllm_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM stops killing at a process that ended between two of its looks."""
+    core = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), name="EngineCore_DP0")
+    core.start()
+    monkeypatch.setattr(vllm_engine, "CLOSE_S", 0.05)
+    llm = Mock(shutdown=Mock(side_effect=psutil.NoSuchProcess(1)))
+    await asyncio.to_thread(vllm_engine._shut_down, llm)
+    await asyncio.to_thread(core.join, 60)
+    assert core.exitcode == -signal.SIGKILL
 
 
 async def test_a_call_has_the_results_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
