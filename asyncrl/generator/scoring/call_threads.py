@@ -68,16 +68,22 @@ class CallThreads:
         call = _Call(function, loop.create_future())
         call.result.add_done_callback(lambda result: self._give_up(call) if result.cancelled() else None)
         with self._lock:
-            if loop is not self._loop:  # the one before has ended, with its timers and all that waited in it
-                self._loop, self._look = loop, None
-                self._done.clear()
-                self._waiting.clear()
+            if loop is not self._loop:
+                self._forget_loop_before(loop)
             (self._waiting.appendleft if first else self._waiting.append)(call)
             if not self._threads and not self._join():
                 self._waiting.remove(call)
                 call.result.set_exception(RuntimeError("the machine has no more threads"))
         self._look_in(JOIN_S)
         return call.result
+
+    def _forget_loop_before(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Under the lock. It has ended, with its timers and all that was awaited in it."""
+        self._loop, self._look = loop, None
+        self._threads -= len(self._under_way)
+        self._waiting.clear()
+        self._under_way.clear()
+        self._done.clear()
 
     # ---- on the event loop
 

@@ -283,10 +283,8 @@ class TransformersEngine:
     def _hand_out(
         self, pieces: Sequence[tuple[Pieces, int, Turn]], finished: Sequence[tuple[str, list[Turn]]]
     ) -> None:
-        for (
-            request_id,
-            turns,
-        ) in finished:  # at once: an abort that comes too late must not be the first result
+        # At once: the result of an abort that comes too late must not be the first.
+        for request_id, turns in finished:
             self._end_request(request_id, turns)
         for receiver, sample, turn in pieces:
             self._loop.call_soon(receiver.take, sample, turn)

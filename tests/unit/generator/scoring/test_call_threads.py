@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,19 @@ def gate() -> Iterator[threading.Event]:
     opened = threading.Event()
     yield opened
     opened.set()
+
+
+async def idle(thread: threading.Thread) -> None:
+    """Wait until this thread makes calls of others: the last that became idle are the next to make one."""
+    while True:
+        together = threading.Barrier(4)
+
+        def which(together: threading.Barrier = together) -> threading.Thread:
+            together.wait(30)
+            return threading.current_thread()
+
+        if thread in await asyncio.gather(*(in_thread(which) for _ in range(4))):
+            return
 
 
 class Clock:
@@ -121,19 +135,30 @@ async def test_a_call_that_is_cancelled_once_it_is_done_keeps_the_others_from_no
 
 
 def test_calls_of_a_later_event_loop_are_made_and_meet_their_deadline(gate: threading.Event) -> None:
-    threads = calls(most=2, deadline_s=0.05)
+    threads, left = calls(most=2), list[threading.Thread]()
 
-    async def hang() -> None:
-        threads.begin(gate.wait)  # its loop ends before it
+    def hang() -> None:
+        left.append(threading.current_thread())
+        gate.wait()
+
+    async def begins() -> None:
+        threads.begin(hang)  # its loop ends before it
         await eventually(lambda: threads.under_way == 1)
 
     async def later() -> int:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(threads.begin(gate.wait), 30)
+        assert await asyncio.wait_for(threads.begin(lambda: 1), 30) == 1
+        gate.set()
+        await idle(left[0])
         return int(await asyncio.wait_for(threads.begin(lambda: 2), 30))
 
-    asyncio.run(hang())
+    async def late() -> None:
+        threads._deadline_s = 0.05
+        with pytest.raises(TimeoutError):
+            await threads.begin(lambda: time.sleep(1))
+
+    asyncio.run(begins())
     assert asyncio.run(later()) == 2
+    asyncio.run(asyncio.wait_for(late(), 30))
 
 
 async def test_a_machine_without_threads_fails_calls_and_keeps_no_place(
@@ -192,9 +217,7 @@ async def test_the_thread_of_a_call_that_was_given_up_makes_no_other(gate: threa
     await eventually(lambda: threads.under_way == 1)
     third = threads.begin(threading.current_thread)
     gate.set()
-    # The left thread is idle now, or about to be: it makes calls of others once it is.
-    while await in_thread(threading.current_thread) is not left[0]:
-        await asyncio.sleep(0)
+    await idle(left[0])
     assert (third.done(), threads.under_way) == (False, 1)
     held.set()
     await second
