@@ -24,6 +24,9 @@ from asyncrl.generator.threads import as_failure, begin_in_thread
 JOIN_S = 0.002
 """While calls wait, threads join this often."""
 
+PASSES = 8
+"""Passes of the event loop until the caller of a late call has begun its next attempt, and some."""
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
@@ -102,9 +105,12 @@ class CallThreads:
         with self._lock:
             late = [call for call in self._under_way if now >= call.begun + self._deadline_s]
         for call in late:
-            self._give_up(call)
+            self._free(call)
             if not call.result.done():
                 call.result.set_exception(TimeoutError())
+        if late:
+            self._look_behind_callers(PASSES)
+            return
         with self._lock:
             long = sum(now >= call.begun + JOIN_S for call in self._under_way)
             for _ in range(min(len(self._waiting), max(1, long), self._most - self._threads)):
@@ -116,12 +122,22 @@ class CallThreads:
         elif oldest is not None:
             self._look_in(max(JOIN_S, oldest.begun + self._deadline_s - now))
 
+    def _look_behind_callers(self, passes: int) -> None:
+        """Look after so many passes of the loop: the next attempt of a caller whose call was late has its place."""
+        if passes:
+            asyncio.get_running_loop().call_soon(self._look_behind_callers, passes - 1)
+        else:
+            self._look_in(0.0)
+
     def _give_up(self, call: _Call) -> None:
+        self._free(call)
+        self._look_behind_callers(0)
+
+    def _free(self, call: _Call) -> None:
         with self._lock:
             if call in self._under_way:
                 del self._under_way[call]
                 self._threads -= 1
-        self._look_in(0.0)
 
     def _settle(self) -> None:
         with self._lock:

@@ -55,8 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class Arguments(NamedTuple):
-    """Of a call: the text and the rollout of an answer, or lists of them. A function that takes two gets the first
-    two."""
+    """The text and the rollout of an answer, or lists of them. A function that takes two gets the first two."""
 
     task: Task
     text: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import traceback
 from contextlib import suppress
@@ -295,7 +296,7 @@ async def test_an_async_function_that_would_end_the_process_or_cancel_its_caller
     async def reward(task: Task, text: str) -> float:
         raise ends
 
-    with pytest.raises(RewardError, match=rf"task 3 raised RuntimeError: {type(ends).__name__}"):
+    with pytest.raises(RewardError, match=re.escape(f"task 3 raised RuntimeError: {ends!r}")):
         await score(reward)
 
 
@@ -391,7 +392,7 @@ async def test_a_plain_function_may_return_what_is_to_be_awaited() -> None:
     assert (await score(lambda task, text: later())).reward == 0.25
 
 
-async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_is_one_of_the_next(
+async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_keeps_its_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun: list[str] = []
@@ -404,16 +405,16 @@ async def test_a_call_that_takes_too_long_is_told_at_once_and_its_retry_is_one_o
 
     scorer = Scorer(reward, config(function="f.py:slow", deadline_s=0.05, workers=1))
     try:
-        calls = [asyncio.ensure_future(scorer.score(TASK, text, ROLLOUT)) for text in "abcd"]
+        calls = [asyncio.ensure_future(scorer.score(TASK, text, ROLLOUT)) for text in "ab"]
         await eventually(lambda: begun)
         assert scorer.stats()["under_way/f.py:slow"] == 1, "named before its first deadline"
         with suppress(RewardError):
             await calls[0]
-        assert begun[:4].count("a") == 2
+        assert begun[:2] == ["a", "a"]
         assert (
             "f.py:slow at task 3 took longer than reward.deadline_s=0.05, for the first time" in caplog.text
         )
-        assert scorer.stats()["late/f.py:slow"] >= 2
+        assert scorer.stats()["late/f.py:slow"] == 2
         assert "under_way/f.py:slow" in scorer.stats()
         await asyncio.gather(*calls, return_exceptions=True)
         assert scorer.stats()["under_way/f.py:slow"] == 0
