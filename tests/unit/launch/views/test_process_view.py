@@ -231,8 +231,9 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_nothing_is_shown_before_the_process_has_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    status = ProcessStatus()
+def test_nothing_is_shown_before_the_process_has_loaded(
+    status: ProcessStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
     with shown("g", GeneratorView(status), status, Config(run=RunConfig(name="it"))):
         assert capsys.readouterr().out == ""
         status.loaded.set()
