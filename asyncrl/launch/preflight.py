@@ -123,7 +123,7 @@ def check_axes(config: Config) -> None:
         from asyncrl.models.loading import load_model_config  # takes seconds, for transformers
 
         gpt = architecture(load_model_config(config.model), "model.path", config.model.path).gpt
-        check_model(make_grid(parallel, 0, config.learner.processes), gpt)
+        check_model(make_grid(parallel, 0, config.learner.processes), gpt, parallel)
         return
     if parallel.processes > 1 or parallel.expert > 1:
         from asyncrl.models.loading import load_model_config  # takes seconds, for transformers

@@ -211,7 +211,6 @@ class LearnerConfig(Section):
             "leave it out, or set learner.parallel.pipeline=1",
         )
         own = {
-            "activation_checkpointing": "none",
             "compile": False,
             "offload": "none",
             "reduce_gradients": "micro_batch",

@@ -96,7 +96,14 @@ def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
         rule = f"must divide the {count} {what} of the model"
         remedy = f"set learner.parallel.tensor to a divisor of {math.gcd(model.heads, model.key_heads)}"
         require(count % parallel.tensor == 0, "learner.parallel.tensor", parallel.tensor, rule, remedy)
-    heads = model.heads // parallel.tensor
+    check_context(parallel, model.heads // parallel.tensor)
+    rule = f"must divide the {model.experts} experts of the model"
+    remedy = f"set learner.parallel.expert to a divisor of {model.experts}"
+    require(model.experts % parallel.expert == 0, "learner.parallel.expert", parallel.expert, rule, remedy)
+
+
+def check_context(parallel: ParallelConfig, heads: int) -> None:
+    """Raises ConfigError unless the processes of a context can share out the attention heads that each has."""
     require(
         parallel.context_way != "ulysses" or heads % parallel.context == 0,
         "learner.parallel.context",
@@ -104,9 +111,17 @@ def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
         f"must divide the {heads} attention heads that each process of learner.parallel.tensor has, for ulysses",
         f"set learner.parallel.context to a divisor of {heads}, or learner.parallel.context_way=all_gather",
     )
-    rule = f"must divide the {model.experts} experts of the model"
-    remedy = f"set learner.parallel.expert to a divisor of {model.experts}"
-    require(model.experts % parallel.expert == 0, "learner.parallel.expert", parallel.expert, rule, remedy)
+
+
+def layers_of(stage: int, stages: int, layers: int) -> range:
+    """The layers of a stage: equally many on each, the remainder on the first ones, since the last one has the head.
+
+    >>> [list(layers_of(stage, 3, 5)) for stage in range(3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    each, left = divmod(layers, stages)
+    start = stage * each + min(stage, left)
+    return range(start, start + each + (stage < left))
 
 
 class Mesh:

@@ -5,7 +5,8 @@
 
 Every local tensor is boxes of checkpoint parameters, one after another along its first dimension; rows left at its
 end pad the vocabulary. So a shard is a list of boxes, and each is a view of it. Formats: megatron/core/models/gpt
-and transformer/{attention,mlp,moe} of Megatron-core 0.16, local and Transformer Engine names. No torch here.
+and transformer/{attention,mlp,moe} of Megatron-core 0.16, local and Transformer Engine names, and
+learner/backends/megatron/experts.py. No torch here.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ class MegatronPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of a layer. shared: rows of the shared expert's gate; 0: there is none · router: its name · expert,
-    shared_expert: names before '{kind}.weight'."""
+    """The experts of a layer. shared: rows of the shared expert's gate; 0: there is none · weighs_shared: whether a map
+    weighs its outputs · router: its name · bias: of the router's choice; None: there is none · expert, shared_expert:
+    names before '{kind}.weight'"""
 
     experts: int
     ffn: int
     shared: int = 0
+    weighs_shared: bool = True
     router: str = "mlp.gate.weight"
+    bias: str | None = None
     expert: str = "mlp.experts.{expert}."
     shared_expert: str = "mlp.shared_expert."
     kinds: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -50,12 +54,37 @@ MIXTRAL = {
 }
 """The names of Mixtral."""
 
+DEEPSEEK = {
+    "weighs_shared": False,
+    "bias": "mlp.gate.e_score_correction_bias",
+    "shared_expert": "mlp.shared_experts.",
+}
+"""The shared expert and the names of DeepSeek-V3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention from latents (MLA). Columns of: query, the latent of queries (None: there is none) · key, the latent of
+    keys and values · plain, rotated: the two parts of a head of queries and keys · value, a head of values"""
+
+    query: int | None
+    key: int
+    plain: int
+    rotated: int
+    value: int
+
+    @property
+    def head(self) -> int:
+        """Columns of a head of queries and keys."""
+        return self.plain + self.rotated
+
 
 @dataclass(frozen=True, slots=True)
 class Gpt:
-    """A decoder with gated feed-forward layers and RMS norms, as Llama, Qwen and Mixtral have them.
+    """A decoder with gated feed-forward layers and RMS norms, as Llama, Qwen, Mixtral and DeepSeek-V3 have them.
 
-    vocab: rows in the checkpoint · padded_vocab: in Megatron, over all tp ranks
+    vocab: rows in the checkpoint · padded_vocab: in Megatron, over all tp ranks · latent: in place of key_heads and
+    head_dim, which count nothing then
     """
 
     layers: int
@@ -70,6 +99,7 @@ class Gpt:
     qkv_bias: bool = False
     qk_norm: bool = False
     mixture: Mixture | None = None
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +196,8 @@ def megatron_parts(name: str, gpt: Gpt, place: MegatronPlace) -> list[MegatronPa
 
 def _of_layer(name: str, gpt: Gpt, place: MegatronPlace) -> list[MegatronPart] | None:
     module, _, kind = name.rpartition(".")
+    if gpt.latent is not None and module.startswith("self_attention."):
+        return _of_latent_attention(module.removeprefix("self_attention."), kind, gpt, gpt.latent, place.tp)
     norm = NORMS.get(name)
     if norm is not None:
         return [_whole(norm, gpt.head_dim if "self_attn" in norm else gpt.hidden)]
@@ -178,23 +210,70 @@ def _of_layer(name: str, gpt: Gpt, place: MegatronPlace) -> list[MegatronPart] |
     return _of_mixture(name, gpt, gpt.mixture, place) if gpt.mixture is not None else None
 
 
+def _of_latent_attention(
+    module: str, kind: str, gpt: Gpt, latent: Latent, tp: tuple[int, int]
+) -> list[MegatronPart] | None:
+    """The maps to latents are whole on every rank."""
+    if kind == "layer_norm_weight":  # of Transformer Engine's maps
+        module, kind = (
+            {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}.get(module, ""),
+            "weight",
+        )
+    if kind != "weight":
+        return None
+    inputs, queries = latent.query or gpt.hidden, gpt.heads * latent.head
+    both = gpt.heads * (latent.plain + latent.value)
+    match module:
+        case "q_layernorm":
+            return [_whole("self_attn.q_a_layernorm.weight", inputs)]
+        case "kv_layernorm":
+            return [_whole("self_attn.kv_a_layernorm.weight", latent.key)]
+        case "linear_q_down_proj":
+            return [_whole("self_attn.q_a_proj.weight", inputs, gpt.hidden)]
+        case "linear_kv_down_proj":
+            return [_whole("self_attn.kv_a_proj_with_mqa.weight", latent.key + latent.rotated, gpt.hidden)]
+        case "linear_q_proj":
+            return [_cut_rows("self_attn.q_proj.weight", (queries, gpt.hidden), tp)]
+        case "linear_q_up_proj":
+            return [_cut_rows("self_attn.q_b_proj.weight", (queries, inputs), tp)]
+        case "linear_kv_up_proj":
+            return [_cut_rows("self_attn.kv_b_proj.weight", (both, latent.key), tp)]
+        case "linear_proj":
+            return [_columns("self_attn.o_proj.weight", (gpt.hidden, gpt.heads * latent.value), tp)]
+    return None
+
+
 def _of_mixture(name: str, gpt: Gpt, mixture: Mixture, place: MegatronPlace) -> list[MegatronPart] | None:
     if name == "mlp.router.weight":
         return [_whole(mixture.router, mixture.experts, gpt.hidden)]
-    if name == "mlp.shared_experts.gate_weight":
+    if name == "mlp.router.expert_bias" and mixture.bias is not None:
+        return [_whole(mixture.bias, mixture.experts)]
+    if name == "mlp.shared_experts.gate_weight" and mixture.weighs_shared:
         return [_whole("mlp.shared_expert_gate.weight", 1, gpt.hidden)]
     if name.startswith("mlp.shared_experts."):
         linear = name.removeprefix("mlp.shared_experts.")
         return _feed_forward(
             linear, mixture.shared_expert, mixture.kinds, gpt.hidden, mixture.shared, place.tp
         )
+    rank, size = place.ep
+    experts = _share(mixture.experts, size, "experts over ep")
+    match = re.fullmatch(r"mlp\.experts\.grouped_(fc[12])", name)
+    if match is not None:
+        every = [
+            _of_expert(f"linear_{match[1]}", rank * experts + n, gpt, mixture, place) for n in range(experts)
+        ]
+        return [part for parts in every for part in parts or ()]
     # One module an expert, or one module with a weight for each.
     match = re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.(\w+)\.weight|(\w+)\.weight(\d+))", name)
     if match is None:
         return None
     here, linear = int(match[1] or match[4] or 0), match[2] or match[3]
-    rank, size = place.ep
-    expert = rank * _share(mixture.experts, size, "experts over ep") + here
+    return _of_expert(linear, rank * experts + here, gpt, mixture, place)
+
+
+def _of_expert(
+    linear: str, expert: int, gpt: Gpt, mixture: Mixture, place: MegatronPlace
+) -> list[MegatronPart] | None:
     prefix = mixture.expert.format(expert=expert)
     return _feed_forward(f"{linear}.weight", prefix, mixture.kinds, gpt.hidden, mixture.ffn, place.expert_tp)
 
@@ -246,6 +325,11 @@ def _rows(name: str, shape: tuple[int, int | None], start: int, rows: int) -> Me
     if shape[1] is None:
         return MegatronPart(name, shape[:1], Box((start,), (rows,)))
     return MegatronPart(name, (shape[0], shape[1]), Box((start, 0), (rows, shape[1])))
+
+
+def _cut_rows(name: str, shape: tuple[int, int], tp: tuple[int, int]) -> MegatronPart:
+    rows = _share(shape[0], tp[1], f"rows of {name} over tp")
+    return _rows(name, shape, rows * tp[0], rows)
 
 
 def _columns(name: str, shape: tuple[int, int], tp: tuple[int, int]) -> MegatronPart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.learner.algorithms.roles import ROLES
+from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
 
@@ -175,3 +177,28 @@ def kept_registries() -> Iterator[None]:
         registry.update(entries)
     for name in [name for name in set(sys.modules) - loaded if name.startswith("_asyncrl_file_")]:
         del sys.modules[name]
+
+
+def saved_bytes(backend: Backend) -> int:
+    """The most that autograd keeps at once for a backward pass of the policy, parameters aside."""
+    every = (held if isinstance(held, list) else [held] for held in backend.local_tensors().values())
+    parameters = {view.untyped_storage().data_ptr() for held in every for view in held}
+    kept, most = Counter[tuple[int, int]](), 0
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal most
+            storage = tensor.untyped_storage()
+            self.tensor, self.storage = tensor, (storage.data_ptr(), storage.nbytes())
+            kept[self.storage] += self.storage[0] not in parameters
+            most = max(most, sum(size for (_, size), times in kept.items() if times))
+
+        def __del__(self) -> None:
+            kept[self.storage] -= self.storage[0] not in parameters
+
+    def loss(_: MicroBatch, logp_N: Tensor, *__: Tensor) -> Tensor:
+        return logp_N.sum()
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda held: held.tensor):
+        backend.policy.accumulate([MicroBatch.of([random_group(0, size=32)])], loss)
+    return most

@@ -25,6 +25,43 @@ SHARED: dict[str, Any] = {**TINY, "num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+"""DeepSeek-V3 with everything that it may have."""
+
+PLAIN: dict[str, Any] = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_interleave": False,
+    "rope_parameters": None,
+}
+
+
 def write_model(folder: Path, family: str) -> None:
     """A folder with config.json alone. One that is there already is left alone: ranks share it."""
     import transformers
@@ -33,6 +70,7 @@ def write_model(folder: Path, family: str) -> None:
         return
     make: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+        "qwen2_five": ("Qwen2", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
         "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
         "llama": ("Llama", {"tie_word_embeddings": False}),
         "mistral": ("Mistral", {"sliding_window": 48}),
@@ -42,9 +80,11 @@ def write_model(folder: Path, family: str) -> None:
             {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
         ),
         "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24}),
+        "deepseek_v3": ("DeepseekV3", LATENT),
+        "deepseek_v3_plain": ("DeepseekV3", {**LATENT, **PLAIN}),
     }
     name, own = make[family]
-    config = getattr(transformers, f"{name}Config")(**SHARED, **own, architectures=[f"{name}ForCausalLM"])
+    config = getattr(transformers, f"{name}Config")(**SHARED | own, architectures=[f"{name}ForCausalLM"])
     config.save_pretrained(folder)
 
 
@@ -54,11 +94,20 @@ def write_weights(folder: Path, family: str, **how: Any) -> None:
 
     write_model(folder, family)
     torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder, **how)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer))
+    model.save_pretrained(folder, **how)
 
 
 def config_of(
-    folder: Path, family: str, backend: str = "fsdp", dtype: str = "float32", **parallel: Any
+    folder: Path,
+    family: str,
+    backend: str = "fsdp",
+    dtype: str = "float32",
+    activation_checkpointing: Any = "none",
+    **parallel: Any,
 ) -> Config:
     """Of a run on that family's model, which lies in `folder`. Adam's ε is far above the noise of gradients that are 0
     in exact arithmetic, such as those of the biases of keys."""
@@ -68,6 +117,7 @@ def config_of(
     learner = LearnerConfig(
         backend=backend,  # type: ignore[arg-type]
         micro_batch_tokens=64,
+        activation_checkpointing=activation_checkpointing,
         optimizer=optimizer,
         parallel=ParallelConfig(**parallel),
     )

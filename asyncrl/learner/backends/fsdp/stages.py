@@ -33,6 +33,7 @@ from asyncrl.learner.models.networks import (
     named_parameters,
     stream,
 )
+from asyncrl.learner.parallel.mesh import layers_of
 
 PARTS = ("embed_tokens", "layers", "norm")
 """The parts of a body that can be cut. Qwen, Llama, Mistral, Gemma, DeepSeek and their MoE models have them."""
@@ -154,17 +155,6 @@ def stages_of(rank: int, ranks: int, per_rank: int) -> range:
     [1, 5]
     """
     return range(rank, ranks * per_rank, ranks)
-
-
-def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of a stage: equally many on each, the remainder on the first ones, since the last one has the head.
-
-    >>> [list(layers_of(stage, 3, 5)) for stage in range(3)]
-    [[0, 1], [2, 3], [4]]
-    """
-    each, left = divmod(layers, stages)
-    start = stage * each + min(stage, left)
-    return range(start, start + each + (stage < left))
 
 
 def cut_stage(network: LanguageModel | Critic, index: int, stages: int) -> ModelStage:

@@ -2,6 +2,7 @@
 
     linear_qkv, linear_fc1    x ─▸ A of q, k, v ─▸ h [N, r each] ─▸ B, this rank's rows of q, k, v ─▸ + outputs
     linear_proj, linear_fc2   x, this rank's columns ─▸ A ─▸ summed over tp ─▸ h [N, r] ─▸ B ─▸ + outputs
+    maps to latents           x ─▸ A ─▸ h ─▸ B ─▸ + outputs, of the tokens of this rank
 
 Under sequence parallelism h travels between the ranks in place of x or of the outputs. A hook adds the sums, so the
 frozen parameters keep their names. Each adapter has the name and the coordinates of the other backend's.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,16 @@ from torch import Tensor, nn
 
 from asyncrl.config.rules import require
 from asyncrl.config.sections.models import LoraConfig, ModelConfig
+from asyncrl.learner.backends.megatron.layers import WholeLinear
 from asyncrl.models.adapters import DOWN, UP, adapt, read_adapters
 from asyncrl.models.loading import empty_causal_lm
 from asyncrl.sync.layout.layout import Box
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, MegatronPlace
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+)
 CHILD = ".adapters."
 """Between the name of a linear map and that of its adapter's target."""
 
@@ -74,12 +79,17 @@ class LinearAdapters(nn.ModuleDict):
         super().__init__({key: Factors(lora.rank, linear.weight, n) for key, n in found.items()})  # type: ignore[arg-type]
         self.on, self._scale, self._rows = True, lora.alpha / lora.rank, rows
         self._sequence, self._cuts_inputs = sequence, isinstance(linear, RowParallelLinear)
+        self._cuts_nothing = isinstance(linear, WholeLinear)
         for factors in self._factors():
             cut, axis = (factors.down, 1) if self._cuts_inputs else (factors.up, 0)
-            set_tensor_model_parallel_attributes(cut, True, axis, 1)
-            whole: Any = factors.up if self._cuts_inputs else factors.down
-            # Then a rank's gradient is that of some tokens, and Megatron adds those of all.
-            whole.sequence_parallel = sequence
+            whole = [factors.up if self._cuts_inputs else factors.down]
+            if self._cuts_nothing:
+                whole.append(cut)
+            else:
+                set_tensor_model_parallel_attributes(cut, True, axis, 1)
+            for each in whole:
+                # Then a rank's gradient is that of some tokens, and Megatron adds those of all.
+                cast(Any, each).sequence_parallel = sequence
 
     def forward(self, x_N1I: Tensor) -> Tensor:
         """alpha/r · B A x, to be added to the outputs."""
@@ -111,7 +121,9 @@ class LinearAdapters(nn.ModuleDict):
         return list(self.values())
 
     def _carried(self, h_N1r: Tensor) -> Tensor:
-        """A x of all tokens and inputs; in the backward pass, the sum over the ranks that use it."""
+        """A x of all tokens and inputs that the map gets; in the backward pass, the sum over the ranks that use it."""
+        if self._cuts_nothing:
+            return h_N1r
         if self._cuts_inputs:
             if self._sequence:
                 return tp.reduce_scatter_to_sequence_parallel_region(h_N1r)
@@ -125,8 +137,8 @@ def add_adapters(chunk: nn.Module, lora: LoraConfig, parts_of: PartsOf, sequence
     """Freeze a model chunk and put adapters, still empty, beside its maps."""
     chunk.requires_grad_(False)
     for name, linear in [*chunk.named_modules()]:
-        is_map = isinstance(linear, ColumnParallelLinear | RowParallelLinear)
-        if not is_map or not name.startswith("decoder.layers.") or ".local_experts." in name:
+        is_map = isinstance(linear, ColumnParallelLinear | RowParallelLinear | WholeLinear)
+        if not is_map or not name.startswith("decoder.layers."):
             continue
         rows = _rows(parts_of(f"{name}.weight"))
         if any(each.target in lora.targets for each in rows):
@@ -195,5 +207,5 @@ def adapters_at_start(model: ModelConfig, seed: int, gpt: Gpt, place: MegatronPl
             rule = (
                 f"leaves layers {layers.start} to {layers.stop - 1} without an adapter, which one stage has"
             )
-            require(adapted, "model.lora.targets", lora.targets, rule, "add q_proj")
+            require(adapted, "model.lora.targets", lora.targets, rule, "add o_proj")
     return found

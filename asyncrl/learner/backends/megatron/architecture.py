@@ -3,6 +3,7 @@
     Qwen2, Qwen2.5   biases on q, k, v             Mixtral     experts, under names of its own
     Qwen3            norms on q and k              Qwen3-MoE   experts, norms on q and k
     Llama, Mistral   neither                       Qwen2-MoE   experts and a shared one, biases on q, k, v
+    DeepSeek-V3 and Kimi-K2   attention from latents; experts and a shared one; sigmoid routers with a bias
 
 Other families are refused by name. This module needs no torch.
 """
@@ -10,33 +11,55 @@ Other families are refused by name. This module needs no torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from asyncrl.config.rules import require
-from asyncrl.sync.layout.megatron import MIXTRAL, Gpt, Mixture
+from asyncrl.sync.layout.megatron import DEEPSEEK, MIXTRAL, Gpt, Latent, Mixture
 
 DENSE = ("qwen2", "qwen3", "llama", "mistral")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+LATENT = "deepseek_v3"
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", LATENT)
 REMEDY = "set learner.backend=fsdp"
+
+
+class Router(NamedTuple):
+    """How tokens choose experts.
+
+    experts_per_token  chosen of all experts
+    sigmoid            scores are sigmoids, to which a bias is added for the choice; else softmax, without a bias
+    renormalised       whether the chosen experts' weights add up to 1, before they are scaled
+    groups, chosen     experts are in groups, of which a token first chooses those with the highest two scores
+    scale              of the weights
+    """
+
+    experts_per_token: int
+    sigmoid: bool = False
+    renormalised: bool = True
+    groups: int = 1
+    chosen: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The properties of a model that Megatron's GPT needs.
 
-    gpt                its shapes; the vocabulary is not padded yet
-    epsilon            the norms' epsilon
-    experts_per_token  0 in a dense model
-    renormalised       whether the chosen experts' weights add up to 1
-    mixed              for each layer, whether it has experts
-    windows            for each layer, the number of keys that a query attends to; None: all
+    gpt          its shapes; the vocabulary is not padded yet
+    epsilon      the norms' epsilon
+    scaling      of the products of queries and keys
+    interleaved  whether the two columns of a rotated pair are neighbours
+    router       None in a dense model
+    mixed        for each layer, whether it has experts
+    windows      for each layer, the number of keys that a query attends to; None: all
     """
 
     gpt: Gpt
     epsilon: float
-    experts_per_token: int = 0
-    renormalised: bool = True
+    scaling: float
+    interleaved: bool = False
+    router: Router | None = None
     mixed: tuple[bool, ...] = ()
     windows: tuple[int | None, ...] = ()
 
@@ -62,11 +85,16 @@ def architecture(config: Any, key: str, path: str) -> Architecture:
     require(config.hidden_act == "silu", key, path, f"has {config.hidden_act} for silu", REMEDY)
     layers = config.num_hidden_layers
     mixture = _mixture(config)
+    gpt = _gpt(config, mixture)
+    router = _router(config) if mixture is not None else None
+    if router is not None:
+        _check_router(router, key, path)
     return Architecture(
-        _gpt(config, mixture),
+        gpt,
         config.rms_norm_eps,
-        config.num_experts_per_tok if mixture else 0,
-        getattr(config, "norm_topk_prob", True),
+        _scaling(config, gpt),
+        gpt.latent is not None and config.rope_interleave,
+        router,
         tuple(mixture is not None and _has_experts(config, layer) for layer in range(layers)),
         tuple(_window(config, layer) for layer in range(layers)),
     )
@@ -87,7 +115,25 @@ def _gpt(config: Any, mixture: Mixture | None) -> Gpt:
         qkv_bias=config.model_type in ("qwen2", "qwen2_moe") and getattr(config, "qkv_bias", True),
         qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         mixture=mixture,
+        latent=_latent(config),
     )
+
+
+def _latent(config: Any) -> Latent | None:
+    if config.model_type != LATENT:
+        return None
+    plain, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+    return Latent(config.q_lora_rank, config.kv_lora_rank, plain, rotated, config.v_head_dim)
+
+
+def _scaling(config: Any, gpt: Gpt) -> float:
+    """1 / √(head), times a factor of YaRN in DeepSeek-V3, as transformers has it: arXiv:2309.00071, section 3.4."""
+    if gpt.latent is None:
+        return float(gpt.head_dim**-0.5)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    factor, all_dim = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
+    stretched = rope.get("rope_type", "default") != "default" and factor > 1
+    return float(gpt.latent.head**-0.5 * ((0.1 * all_dim * math.log(factor) + 1) ** 2 if stretched else 1.0))
 
 
 def _mixture(config: Any) -> Mixture | None:
@@ -99,11 +145,40 @@ def _mixture(config: Any) -> Mixture | None:
             return Mixture(config.num_experts, config.moe_intermediate_size, shared)
         case "qwen3_moe":
             return Mixture(config.num_experts, config.moe_intermediate_size)
+        case "deepseek_v3":
+            shared = config.n_shared_experts * config.moe_intermediate_size
+            return Mixture(
+                config.n_routed_experts, config.moe_intermediate_size, shared, **cast(Any, DEEPSEEK)
+            )
     return None
 
 
+def _router(config: Any) -> Router:
+    chosen, renormalised = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
+    if config.model_type != LATENT:
+        return Router(chosen, renormalised=renormalised)
+    groups = config.n_group, config.topk_group
+    return Router(chosen, True, renormalised, *groups, config.routed_scaling_factor)
+
+
+def _check_router(router: Router, key: str, path: str) -> None:
+    """Raises ConfigError for a router of sigmoids that Megatron computes otherwise."""
+    if not router.sigmoid:
+        return
+    rule = "has sigmoid routers whose weights are not renormalised, or of one expert, which Megatron computes otherwise"
+    require(router.renormalised and router.experts_per_token > 1, key, path, rule, REMEDY)
+    rule = (
+        f"chooses {router.chosen} of {router.groups} groups for {router.experts_per_token} experts; Megatron takes "
+        "half as many groups as experts"
+    )
+    fits = router.groups == router.chosen or router.experts_per_token // router.chosen == 2
+    require(fits, key, path, rule, REMEDY)
+
+
 def _has_experts(config: Any, layer: int) -> bool:
-    """Qwen's mixtures may have dense layers between those with experts."""
+    """Qwen's mixtures may have dense layers between those with experts, DeepSeek's have some before them."""
+    if config.model_type == LATENT:
+        return layer >= config.first_k_dense_replace
     every = getattr(config, "decoder_sparse_step", 1)
     return layer not in (getattr(config, "mlp_only_layers", None) or ()) and (layer + 1) % every == 0
 

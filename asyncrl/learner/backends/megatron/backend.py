@@ -5,12 +5,12 @@ It computes on GPUs, one process each, as Megatron-core does. Checkpoints have t
 
     policy.NAME · optimizer.MOMENT.NAME · critic.NAME · …      every rank writes the boxes that it steps on
 
-A checkpoint does not depend on tp, pp, ep or dp: it loads at other sizes, and that of a dense model also in the other
-backend.
+A checkpoint does not depend on tp, cp, pp, ep or dp: it loads at other sizes, and that of a dense model also in the
+other backend.
 
-A rank reads only its own boxes of the safetensors that a model starts from. Weights in another format, and the random
-weights of a folder without any, are made whole on each rank by `models.load_causal_lm`. Random weights depend on the
-seed alone, not on the backend.
+A rank reads only its own boxes of the safetensors that a model starts from. Quantized weights, those in another format,
+and the random weights of a folder without any, are made whole on each rank by `models.load_causal_lm`. Random weights
+depend on the seed alone, not on the backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncrl.config.schema import Config, ModelConfig
@@ -44,6 +44,7 @@ from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.backends.megatron.network import Head, PackedGpt, build
 from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies, likely_tokens
+from asyncrl.learner.parallel.context import ContextParallel
 from asyncrl.learner.ranks import process_group
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config
 from asyncrl.sync.layout.layout import Box
@@ -72,6 +73,11 @@ class MegatronBackend(Backend):
         # Megatron needs a group even for one process.
         process_group.join_process_group(self._device, config, alone=world == 1)
         self._initialise()
+        self._context = (
+            ContextParallel(ps.get_context_parallel_group(), config.learner.parallel.context_way)
+            if self._grid.context > 1
+            else None
+        )
         self._models = {}
         for name in (POLICY, *sorted(models)):  # the same order on every rank
             if not self.is_base(name):
@@ -87,6 +93,7 @@ class MegatronBackend(Backend):
             tensor_model_parallel_size=found.tensor,
             pipeline_model_parallel_size=found.pipeline,
             virtual_pipeline_model_parallel_size=found.chunks if found.chunks > 1 else None,
+            context_parallel_size=found.context,
             expert_model_parallel_size=found.expert,
             expert_tensor_parallel_size=found.expert_tensor,
             distributed_timeout_minutes=int(process_group.COLLECTIVE_DEADLINE.total_seconds() // 60),
@@ -99,21 +106,25 @@ class MegatronBackend(Backend):
         model = dataclasses.replace(config.model, path=plan.path)
         hf = load_model_config(model, plan.key)
         shape = architecture(hf, plan.key, plan.path)
-        check_model(found, shape.gpt)
+        check_model(found, shape.gpt, config.learner.parallel)
         head: Head = "values" if plan.make is Critic else "logprobs"
-        chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device)
+        recomputes = config.learner.activation_checkpointing == "layers" and plan.optimizer is not None
+        chunks = build(shape, found, getattr(torch, model.dtype), hf, head, self._device, recomputes)
         likely = likely_tokens(name, config)
         for chunk in chunks:
             chunk.wide_head, chunk.likely = model.wide_head, likely
         gpt, read = shape.padded(found.tensor), _reader(model, config.run.seed, plan.key)
         for chunk in chunks:
-            _fill(chunk.body_parameters(), partial(megatron_parts, gpt=gpt, place=chunk.place), read)
+            tensors = {**chunk.body_parameters(), **chunk.constants()}
+            _fill(tensors, partial(megatron_parts, gpt=gpt, place=chunk.place), read)
         adapted = name == POLICY and model.lora.rank > 0
         if adapted:
             self._add_adapters(chunks, gpt, model)
         merges, policy = adapted and not model.lora.travels, self._models.get(POLICY)
         shares = self._config.learner.shares
-        return MegatronModel(name, chunks, gpt, found, plan.optimizer, self._device, policy, merges, shares)
+        return MegatronModel(
+            name, chunks, gpt, found, plan.optimizer, self._device, policy, merges, shares, self._context
+        )
 
     def _add_adapters(self, chunks: Sequence[PackedGpt], gpt: Gpt, model: ModelConfig) -> None:
         whole = adapters_at_start(model, self._config.run.seed, gpt, chunks[0].place)
@@ -136,6 +147,15 @@ class MegatronBackend(Backend):
         for counter in counters:
             counter.put_back()
         torch.set_rng_state(state[storage.RNG])
+
+    def _constants(self) -> Mapping[str, Tensor]:
+        """Those of this rank's stage."""
+        policy = self.policy
+        return {
+            megatron_parts(name, policy.gpt, chunk.place)[0].name: held
+            for chunk in policy.chunks
+            for name, held in chunk.constants().items()
+        }
 
     def _causal_lm(self) -> PreTrainedModel:
         model = self._config.model
@@ -196,19 +216,23 @@ def _cut(shard: Shard) -> Iterator[tuple[BoxShard, dict[str, Tensor]]]:
 def _reader(model: ModelConfig, seed: int, key: str) -> Read:
     """A function that reads boxes of the checkpoint at `model.path`, and raises ConfigError as `Slices.read`."""
     slices = Slices.of(model.path, key)
-    if slices is not None:
+    quantized = getattr(load_model_config(model, key), "quantization_config", None) is not None
+    if slices is not None and not quantized:
         return slices.read
-    whole = checkpoint_tensors(load_causal_lm(model, seed, key=key))
+    causal_lm = load_causal_lm(model, seed, key=key)
+    kept = causal_lm.state_dict().keys()
+    constants = {name: buffer for name, buffer in causal_lm.named_buffers() if name in kept}
+    whole = {**checkpoint_tensors(causal_lm), **constants}
     return lambda name, _, box: whole[name][box.slices()]
 
 
 @torch.no_grad()
-def _fill(parameters: Mapping[str, nn.Parameter], parts_of: PartsOf, read: Read) -> None:
-    """Fill a chunk's parameters. Padding rows of the vocabulary become 0."""
-    for name, parameter in parameters.items():
+def _fill(tensors: Mapping[str, Tensor], parts_of: PartsOf, read: Read) -> None:
+    """Fill a chunk's tensors. Padding rows of the vocabulary become 0."""
+    for name, tensor in tensors.items():
         start = 0
         for part in parts_of(name):
             stop = start + part.box.shape[0]
-            parameter[start:stop].copy_(read(part.name, part.shape, part.box))
+            tensor[start:stop].copy_(read(part.name, part.shape, part.box))
             start = stop
-        parameter[start:].zero_()
+        tensor[start:].zero_()

@@ -2,9 +2,9 @@
 
     micro-batches ─▸ schedule (plain, 1F1B, interleaved) ─▸ gradients added up in float32 buffers, on each rank
                                                                 │ once a step: summed over data ranks and parts
-    parameters ◂── all-gather ◂── masters ◂── AdamW on 1/dp of the elements ◂── the one division
+    parameters ◂── all-gather ◂── masters ◂── AdamW on 1/(dp · cp) of the elements ◂── the one division
 
-Schedules, buffers and optimizer are Megatron's (DistributedOptimizer for any number of data ranks). A frozen network
+Schedules, buffers and optimizer are Megatron's (DistributedOptimizer for any number of ranks). A frozen network
 has neither buffers nor optimizer.
 
 Axes:  N packed tokens
@@ -33,11 +33,13 @@ from asyncrl.config.sections.learner import OptimizerConfig
 from asyncrl.learner.algorithms.roles import Loss
 from asyncrl.learner.backends.megatron.adapters import LinearAdapters, merged_weights
 from asyncrl.learner.backends.megatron.grid import Grid
-from asyncrl.learner.backends.megatron.network import Packed, PackedGpt
+from asyncrl.learner.backends.megatron.layers import Packed
+from asyncrl.learner.backends.megatron.network import PackedGpt
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.shared_prompts import computed_tokens, sources
 from asyncrl.learner.models.lora import BaseUnderAdapters
 from asyncrl.learner.models.networks import check_tokens
+from asyncrl.learner.parallel.context import ContextParallel
 from asyncrl.models.adapters import peft_name
 from asyncrl.sync.layout.layout import Layout, ParamLayout
 from asyncrl.sync.layout.megatron import Gpt, MegatronPart, checkpoint_views
@@ -65,10 +67,12 @@ class MegatronModel:
         policy: MegatronModel | None,
         merges: bool = False,
         shares: bool = False,
+        context: ContextParallel | None = None,
     ) -> None:
         """merges: whether versions of merged weights are published. shares: whether repeated prompts are computed
-        once"""
+        once. context: the ranks that share the tokens, if there are several"""
         self.name, self.chunks, self.gpt = name, list(chunks), gpt
+        self._context = context
         self._grid, self._device, self._policy, self._shares = found, device, policy, shares
         self._clip = optimizer.grad_clip if optimizer else 0.0
         self._accumulated = False
@@ -151,7 +155,8 @@ class MegatronModel:
         a sum to differentiate."""
         source = [sources(batch) if self._shares else None for batch in batches]
         tokens = [computed_tokens(batch, source_N) for batch, source_N in zip(batches, source, strict=True)]
-        lengths = [-(-count // self._grid.tensor) * self._grid.tensor for count in tokens]
+        multiple = self._grid.tensor * (self._context.multiple if self._context else 1)
+        lengths = [-(-count // multiple) * multiple for count in tokens]
         if self._grid.chunks > 1:  # Megatron's interleaved stages exchange one shape
             lengths = [max(lengths)] * len(lengths)
 
@@ -159,7 +164,7 @@ class MegatronModel:
             number, batch = next(batch_of)
             check_tokens(batch, self.gpt.vocab, self.name)
             here = batch.to(self._device)
-            packed = Packed.of(batch, lengths[number], self._device, source[number])
+            packed = Packed.of(batch, lengths[number], self._device, self._context, source[number])
             outputs = chunk(here, packed, following=following)
 
             def losses(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -2,18 +2,17 @@
 
     tokens [1, N] ─▸ embedding ─▸ layers of this stage ─▸ … ─▸ hidden [N, D] ─▸ head ─▸ log-probs, entropies or values
                                       │                         gathered over tp
-                                      └ attention within each document (`models/attention.py`), rotary positions of
+                                      └ attention within each document (`layers.py`), rotary positions of
                                         each document as transformers computes them
 
-Megatron's own attention takes packed documents only with TransformerEngine. It is not used here, so that tests on a CPU
-run the code of GPUs.
-
-Axes:  N packed tokens, padding included · T of them under the loss mask · D hidden size · H heads · E head size
+Axes:  N packed tokens, padding included · n of them on the ranks that share matrices · T of all under the loss mask · R
+rollouts · D hidden size · H heads · E head size
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -30,13 +29,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from asyncrl.device.copies import on_device
 from asyncrl.learner.backends.megatron.adapters import CHILD, adapter_parts
 from asyncrl.learner.backends.megatron.architecture import Architecture
+from asyncrl.learner.backends.megatron.experts import GroupedExperts
 from asyncrl.learner.backends.megatron.grid import Grid
+from asyncrl.learner.backends.megatron.layers import DocumentAttention, LatentAttention, Packed, RmsNorm
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.data.shared_prompts import computed_tokens
-from asyncrl.learner.models.attention import packed_attention
 from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.logprobs import LikelyTokens, VocabularyPart, next_logprobs
 from asyncrl.learner.models.networks import spread, token_outputs
@@ -48,91 +46,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 Head = Literal["logprobs", "values"]
 VALUE_HEAD = ("weight_D", "bias_1")
-FILL_TOKENS = 64
-"""The longest document of padding: attention over such documents costs almost nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A micro-batch as Megatron takes it, including the arguments of attention (Megatron's `packed_seq_params`). N is a
-    multiple of the ranks that share the tokens."""
-
-    token_ids_1N: Tensor
-    position_ids_1N: Tensor
-    documents: Documents
-    cos_NE: Tensor | None = None
-    sin_NE: Tensor | None = None
-    qkv_format: str = "documents"
-
-    @staticmethod
-    def of(batch: MicroBatch, tokens: int, device: torch.device, source_N: Tensor | None = None) -> Packed:
-        """Pad a batch on the CPU, without repeated tokens, to `tokens` with documents without loss. source_N: see
-        `Documents`"""
-        fill = tokens - computed_tokens(batch, source_N)
-        extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
-        position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n) for n in extra)])
-        if source_N is not None:
-            source_N = torch.cat([source_N, batch.tokens + torch.arange(fill)])
-        lengths = [*batch.segment_lengths, *extra]
-        documents = Documents(lengths, device, mask_N=batch.loss_mask_N, source_N=source_N)
-        token_ids_N, position_ids_N = (
-            documents.mine(values_N) for values_N in (F.pad(batch.token_ids_N, (0, fill)), position_ids_N)
-        )
-        return Packed(
-            on_device(token_ids_N[None], device), on_device(position_ids_N[None], device), documents
-        )
-
-
-class RmsNorm(nn.Module):
-    """RMSNorm as in transformers: in float32 up to the weight. Under sequence parallelism Megatron adds the gradients
-    of weights that have the mark, because each rank computes some of the tokens."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        full = x.float()
-        full = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * full.to(x.dtype)
-
-
-class DocumentAttention(nn.Module):
-    """Megatron's core attention: queries [N, 1, H, E] → [N, 1, H · E], for this rank's heads."""
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, windows: tuple[int | None, ...], **_: Any
-    ) -> None:
-        super().__init__()
-        self.window = windows[layer_number - 1]  # layers count from 1, over the whole model
-        self.scaling = cast(int, config.kv_channels) ** -0.5
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
-    ) -> Tensor:
-        cos_N1E, sin_N1E = (
-            cast(Tensor, x)[:, None] for x in (packed_seq_params.cos_NE, packed_seq_params.sin_NE)
-        )
-        q_1HNE, k_1HNE = (_rotated(x[:, 0], cos_N1E, sin_N1E).transpose(0, 1)[None] for x in (query, key))
-        out_1NHE, _ = packed_attention(
-            self,
-            q_1HNE,
-            k_1HNE,
-            value[:, 0].transpose(0, 1)[None],
-            None,
-            documents=packed_seq_params.documents,
-            scaling=self.scaling,
-            sliding_window=self.window,
-        )
-        return out_1NHE[0].flatten(1)[:, None]
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
 
 
 class PackedGpt(GPTModel):
@@ -164,6 +77,9 @@ class PackedGpt(GPTModel):
         self.wide_head = False
         self.likely: LikelyTokens | None = None
         self.rotary = LlamaRotaryEmbedding(positions)
+        if config.recompute_granularity is not None and place.is_first:
+            # A layer that is computed again has a gradient only if its input has one; a frozen embedding's has none.
+            self.embedding.register_forward_hook(lambda _, __, hidden_n1D: hidden_n1D.requires_grad_())
         if head == "values" and self.post_process:
             del self.output_layer
             like = self.decoder.final_layernorm.weight
@@ -172,25 +88,29 @@ class PackedGpt(GPTModel):
 
     def forward(self, batch: MicroBatch, packed: Packed, following: bool = False) -> Any:
         """The head's outputs on the last chunk, as in `models/networks.py`; hidden states on the others."""
-        cos_1NE, sin_1NE = self.rotary(self._like(), packed.position_ids_1N)
-        packed = replace(packed, cos_NE=cos_1NE[0], sin_NE=sin_1NE[0])
-        hidden_N1D = super().forward(
-            packed.token_ids_1N, packed.position_ids_1N, cast(Any, None), packed_seq_params=cast(Any, packed)
+        cos_1nE, sin_1nE = self.rotary(self._like(), packed.position_ids_1n)
+        packed, documents = replace(packed, cos_nE=cos_1nE[0], sin_nE=sin_1nE[0]), packed.documents
+        hidden_n1D = super().forward(
+            packed.token_ids_1n, packed.position_ids_1n, cast(Any, None), packed_seq_params=cast(Any, packed)
         )
         if not self.post_process:
-            return hidden_N1D
-        hidden_ND = self._whole(hidden_N1D)[:, 0]
+            return hidden_n1D
+        hidden_nD = self._whole(hidden_n1D)[:, 0]
         if following:
-            return self._following(hidden_ND, batch, packed.documents)
-        at_T, before_T = packed.documents.scored
-        hidden_TD = hidden_ND.index_select(0, before_T)
+            return self._following(hidden_nD, batch, documents)
+        at_T, before_T = documents.scored
+        hidden_TD = hidden_nD.index_select(0, before_T)
         out = self._logprobs(hidden_TD, batch, at_T) if self.head == "logprobs" else self._values(hidden_TD)
-        return tuple(spread(values_T, at_T, batch.tokens) for values_T in out)
+        return tuple(documents.whole(spread(values_T, at_T, batch.tokens)) for values_T in out)
 
     def body_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that checkpoints of language models have: all but a critic's head and adapters."""
         every = self.named_parameters()
         return {name: p for name, p in every if name not in VALUE_HEAD and CHILD not in name}
+
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors that checkpoints have and nobody trains: the biases of DeepSeek-V3's routers."""
+        return {name: held for name, held in self.named_buffers() if name.endswith(".router.expert_bias")}
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if CHILD in name}
@@ -215,12 +135,12 @@ class PackedGpt(GPTModel):
     def _like(self) -> Tensor:
         return next(self.decoder.parameters())
 
-    def _whole(self, hidden_N1D: Tensor) -> Tensor:
-        """The states of all tokens. Heads give every rank their whole gradient."""
+    def _whole(self, hidden_n1D: Tensor) -> Tensor:
+        """The states of all tokens of the ranks that share matrices. Heads give each of them the whole gradient."""
         if not self.config.sequence_parallel:
-            return hidden_N1D
+            return hidden_n1D
         return tensor_parallel.gather_from_sequence_parallel_region(
-            hidden_N1D, tensor_parallel_output_grad=False
+            hidden_n1D, tensor_parallel_output_grad=False
         )
 
     def _columns(self) -> tuple[Tensor, VocabularyPart | None]:
@@ -245,26 +165,36 @@ class PackedGpt(GPTModel):
         full = torch.promote_types(hidden_TD.dtype, torch.float32)
         return (hidden_TD.to(full) @ self.weight_D.to(full) + self.bias_1.to(full),)
 
-    def _following(self, hidden_ND: Tensor, batch: MicroBatch, documents: Documents) -> Tensor:
+    def _following(self, hidden_nD: Tensor, batch: MicroBatch, documents: Documents) -> Tensor:
         """[R, vocabulary] log-probs of the tokens that may follow each rollout."""
-        _, ends = documents.ends
+        here_r, place_r = documents.ends
+        mine_r = here_r < batch.rollouts
+        here_r, place_r = here_r[mine_r], place_r[mine_r]
         weight_VD, part = self._columns()
-        hidden_RD = hidden_ND[ends[: batch.rollouts]]
-        return next_logprobs(hidden_RD, weight_VD, batch.temperature_R, part=part, wide=self.wide_head)
+        temperature_r = batch.temperature_R[here_r]
+        logp_rV = next_logprobs(hidden_nD[place_r], weight_VD, temperature_r, part=part, wide=self.wide_head)
+        return documents.whole(spread(logp_rV, here_r, batch.rollouts))
 
 
 def build(
-    shape: Architecture, found: Grid, dtype: torch.dtype, positions: Any, head: Head, device: torch.device
+    shape: Architecture,
+    found: Grid,
+    dtype: torch.dtype,
+    positions: Any,
+    head: Head,
+    device: torch.device,
+    recomputes: bool,
 ) -> list[PackedGpt]:
-    """Collective: make this rank's chunks; their weights are still to be loaded. Megatron compares tied weights."""
+    """Collective: make this rank's chunks; their weights are still to be loaded. Megatron compares tied weights.
+    recomputes: whether layers keep their inputs alone for the backward pass"""
     gpt = shape.padded(found.tensor)
-    config = transformer_config(shape, found, dtype, device)
+    config = transformer_config(shape, found, dtype, device, recomputes)
     return [
         PackedGpt(
             config,
-            _layers(shape, found.place(chunk)),
+            _layers(shape, found.place(chunk, gpt.layers)),
             gpt,
-            found.place(chunk),
+            found.place(chunk, gpt.layers),
             positions,
             head,
             interleaved=found.chunks > 1,
@@ -274,7 +204,7 @@ def build(
 
 
 def transformer_config(
-    shape: Architecture, found: Grid, dtype: torch.dtype, device: torch.device
+    shape: Architecture, found: Grid, dtype: torch.dtype, device: torch.device, recomputes: bool
 ) -> TransformerConfig:
     """Megatron's configuration: losses and gradients are sums; there is no dropout and no balancing loss."""
     gpt = shape.gpt
@@ -300,11 +230,16 @@ def transformer_config(
         tensor_model_parallel_size=found.tensor,
         pipeline_model_parallel_size=found.pipeline,
         virtual_pipeline_model_parallel_size=found.chunks if found.chunks > 1 else None,
+        pipeline_model_parallel_layout=_stages(found.stages(gpt.layers)),
+        context_parallel_size=found.context,
         sequence_parallel=found.sequence,
         variable_seq_lengths=found.chunks == 1,
         moe_token_dispatcher_type="alltoall",  # for any number of tokens
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
+        recompute_granularity="full" if recomputes else None,
+        recompute_method="uniform" if recomputes else None,
+        recompute_num_layers=1 if recomputes else None,
         # Fusions need Apex, TransformerEngine or CUDA.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -316,21 +251,36 @@ def transformer_config(
     )
 
 
+def _stages(layers: Sequence[int]) -> list[list[str]] | None:
+    """Megatron's list of what each stage has; None for one stage."""
+    if len(layers) == 1:
+        return None
+    stages = [["decoder"] * count for count in layers]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+
+
 def _mixture(shape: Architecture, found: Grid) -> dict[str, Any]:
-    mixture = shape.gpt.mixture
-    if mixture is None:
+    mixture, router = shape.gpt.mixture, shape.router
+    if mixture is None or router is None:
         return {}
+    grouped = router.chosen < router.groups
     return {
         "num_moe_experts": mixture.experts,
         "moe_ffn_hidden_size": mixture.ffn,
         "moe_layer_freq": [int(has) for has in shape.mixed],
-        "moe_router_topk": shape.experts_per_token,
-        "moe_router_pre_softmax": not shape.renormalised,
+        "moe_router_topk": router.experts_per_token,
+        "moe_router_pre_softmax": not router.sigmoid and not router.renormalised,
+        "moe_router_score_function": "sigmoid" if router.sigmoid else "softmax",
+        "moe_router_dtype": "fp32" if router.sigmoid else None,  # as transformers computes each
+        "moe_router_num_groups": router.groups if grouped else None,
+        "moe_router_group_topk": router.chosen if grouped else None,
+        "moe_router_topk_scaling_factor": router.scale,
+        "moe_router_enable_expert_bias": router.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
         "moe_shared_expert_intermediate_size": mixture.shared or None,
-        "moe_shared_expert_gate": mixture.shared > 0,
+        "moe_shared_expert_gate": mixture.shared > 0 and mixture.weighs_shared,
         "expert_model_parallel_size": found.expert,
         "expert_tensor_parallel_size": found.expert_tensor,
     }
@@ -342,14 +292,19 @@ def _layers(shape: Architecture, place: MegatronPlace) -> TransformerBlockSubmod
 
 
 def _layer(shape: Architecture, has_experts: bool) -> ModuleSpec:
-    """Megatron's layer, with the norms and the attention of this file."""
+    """Megatron's layer, with the norms, the attention and the experts of this folder."""
     gpt = shape.gpt
     experts = gpt.mixture.experts if has_experts and gpt.mixture is not None else None
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=gpt.qk_norm, normalization="RMSNorm")
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    if has_experts:
+        parts.mlp.submodules.experts = GroupedExperts
+    if gpt.latent is not None:
+        parts.self_attention = ModuleSpec(LatentAttention, params={"shape": shape})
+        return spec
     inner = parts.self_attention.submodules
-    inner.core_attention = partial(DocumentAttention, windows=shape.windows)
+    inner.core_attention = partial(DocumentAttention, shape=shape)
     if gpt.qk_norm:
         inner.q_layernorm = inner.k_layernorm = RmsNorm
     return spec

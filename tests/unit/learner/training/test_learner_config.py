@@ -46,7 +46,6 @@ def test_what_cannot_work_is_refused(sections: dict[str, Any], key: str) -> None
     [
         ({"compile": True, "parallel": ParallelConfig(tensor=2)}, "compile"),
         ({"compile": True, "backend": "megatron"}, "compile"),
-        ({"activation_checkpointing": "layers", "backend": "megatron"}, "activation_checkpointing"),
         ({"offload": "optimizer", "backend": "megatron"}, "offload"),
         ({"offload": "disk", "offload_folder": ".", "backend": "megatron"}, "offload"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from asyncrl.errors import WeightSyncError
 from asyncrl.sync.layout.layout import Layout, whole_layout
 from asyncrl.sync.layout.megatron import (
+    DEEPSEEK,
     MIXTRAL,
     Gpt,
+    Latent,
     MegatronPlace,
     Mixture,
     checkpoint_views,
@@ -35,6 +39,14 @@ DENSE = Gpt(
     qk_norm=True,
 )
 MIXED = dataclasses.replace(DENSE, mixture=Mixture(4, 8, shared=4), qkv_bias=False)
+LATENT = dataclasses.replace(
+    DENSE,
+    qkv_bias=False,
+    qk_norm=False,
+    mixture=Mixture(4, 8, 4, **DEEPSEEK),  # type: ignore[arg-type]
+    latent=Latent(query=5, key=3, plain=2, rotated=4, value=3),
+)
+PLAIN = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, query=None))  # type: ignore[type-var]
 
 
 def checkpoint(gpt: Gpt) -> Arrays:
@@ -61,14 +73,8 @@ def checkpoint(gpt: Gpt) -> Arrays:
         at = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             add(f"{at}{norm}.weight", gpt.hidden)
-        for kind, heads in (("q", gpt.heads), ("k", gpt.key_heads), ("v", gpt.key_heads)):
-            add(f"{at}self_attn.{kind}_proj.weight", heads * gpt.head_dim, gpt.hidden)
-            if gpt.qkv_bias:
-                add(f"{at}self_attn.{kind}_proj.bias", heads * gpt.head_dim)
-        if gpt.qk_norm:
-            add(f"{at}self_attn.q_norm.weight", gpt.head_dim)
-            add(f"{at}self_attn.k_norm.weight", gpt.head_dim)
-        add(f"{at}self_attn.o_proj.weight", gpt.hidden, gpt.heads * gpt.head_dim)
+        for name, shape in (of_latents if gpt.latent else of_heads)(gpt):
+            add(f"{at}self_attn.{name}", *shape)
         mixture = gpt.mixture
         if mixture is None or layer == 0:
             add_ffn(f"{at}mlp.", gpt.ffn)
@@ -78,12 +84,56 @@ def checkpoint(gpt: Gpt) -> Arrays:
             add_ffn(at + mixture.expert.format(expert=expert), mixture.ffn, mixture.kinds)
         if mixture.shared:
             add_ffn(at + mixture.shared_expert, mixture.shared, mixture.kinds)
+        if mixture.shared and mixture.weighs_shared:
             add(f"{at}mlp.shared_expert_gate.weight", 1, gpt.hidden)
+        if mixture.bias:
+            add(at + mixture.bias, mixture.experts)
     return whole
 
 
-def shards(gpt: Gpt, place: MegatronPlace, whole: Arrays, grouped: bool) -> Arrays:
-    """A chunk's local parameters. grouped: experts and norms in the names of Transformer Engine's modules."""
+def of_heads(gpt: Gpt) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for kind, heads in (("q", gpt.heads), ("k", gpt.key_heads), ("v", gpt.key_heads)):
+        yield f"{kind}_proj.weight", (heads * gpt.head_dim, gpt.hidden)
+        if gpt.qkv_bias:
+            yield f"{kind}_proj.bias", (heads * gpt.head_dim,)
+    if gpt.qk_norm:
+        yield "q_norm.weight", (gpt.head_dim,)
+        yield "k_norm.weight", (gpt.head_dim,)
+    yield "o_proj.weight", (gpt.hidden, gpt.heads * gpt.head_dim)
+
+
+def of_latents(gpt: Gpt) -> Iterator[tuple[str, tuple[int, ...]]]:
+    assert gpt.latent is not None
+    query, key, plain, rotated, value = dataclasses.astuple(gpt.latent)
+    if query is None:
+        yield "q_proj.weight", (gpt.heads * (plain + rotated), gpt.hidden)
+    else:
+        yield "q_a_proj.weight", (query, gpt.hidden)
+        yield "q_a_layernorm.weight", (query,)
+        yield "q_b_proj.weight", (gpt.heads * (plain + rotated), query)
+    yield "kv_a_proj_with_mqa.weight", (key + rotated, gpt.hidden)
+    yield "kv_a_layernorm.weight", (key,)
+    yield "kv_b_proj.weight", (gpt.heads * (plain + value), key)
+    yield "o_proj.weight", (gpt.hidden, gpt.heads * value)
+
+
+LATENT_NAMES = {
+    "linear_q_proj.weight": "q_proj.weight",
+    "linear_q_down_proj.weight": "q_a_proj.weight",
+    "q_layernorm.weight": "q_a_layernorm.weight",
+    "linear_q_up_proj.weight": "q_b_proj.weight",
+    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
+    "kv_layernorm.weight": "kv_a_layernorm.weight",
+    "linear_kv_up_proj.weight": "kv_b_proj.weight",
+    "linear_proj.weight": "o_proj.weight",
+}
+FUSED_NORMS = {f"{kind}_layernorm.weight": f"linear_{kind}_up_proj.layer_norm_weight" for kind in ("q", "kv")}
+
+
+def shards(gpt: Gpt, place: MegatronPlace, whole: Arrays, form: str) -> Arrays:
+    """A chunk's local parameters. form: "local", Megatron's own modules; "te", the names of Transformer Engine's, for
+    experts and norms; "grouped", the experts of a rank in two matrices."""
+    grouped = form == "te"
     (tp, tps), local = place.tp, {}
 
     def rows(array: np.ndarray, rank: int = tp, size: int = tps) -> np.ndarray:
@@ -103,20 +153,18 @@ def shards(gpt: Gpt, place: MegatronPlace, whole: Arrays, grouped: bool) -> Arra
     for number, layer in enumerate(place.layers(gpt)):
         here, there = f"decoder.layers.{number}.", f"model.layers.{layer}."
         dense = gpt.mixture is None or layer == 0
-        first = "self_attention.linear_qkv.layer_norm_weight" if grouped else "input_layernorm.weight"
+        fuses = grouped and gpt.latent is None
+        first = "self_attention.linear_qkv.layer_norm_weight" if fuses else "input_layernorm.weight"
         second = "mlp.linear_fc1.layer_norm_weight" if grouped and dense else "pre_mlp_layernorm.weight"
         local[here + first] = whole[there + "input_layernorm.weight"]
         local[here + second] = whole[there + "post_attention_layernorm.weight"]
-        for kind in ("weight", "bias") if gpt.qkv_bias else ("weight",):
-            q, k, v = (whole[f"{there}self_attn.{which}_proj.{kind}"] for which in "qkv")
-            groups = [array.reshape(gpt.key_heads, -1, *array.shape[1:]) for array in (q, k, v)]
-            fused = np.concatenate(groups, axis=1).reshape(-1, *q.shape[1:])
-            local[f"{here}self_attention.linear_qkv.{kind}"] = rows(fused)
-        if gpt.qk_norm:
-            for which in "qk":
-                local[f"{here}self_attention.{which}_layernorm.weight"] = whole[
-                    f"{there}self_attn.{which}_norm.weight"
-                ]
+        if gpt.latent is None:
+            local |= {f"{here}self_attention.{name}": array for name, array in heads(gpt, whole, there, rows)}
+        for name, of in LATENT_NAMES.items() if gpt.latent else ():
+            if f"{there}self_attn.{of}" in whole:
+                array = whole[f"{there}self_attn.{of}"]
+                cut = rows(array) if of in ("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight") else array
+                local[f"{here}self_attention.{FUSED_NORMS.get(name, name) if grouped else name}"] = cut
         local[here + "self_attention.linear_proj.weight"] = columns(whole[there + "self_attn.o_proj.weight"])
 
         def ffn(
@@ -132,12 +180,16 @@ def shards(gpt: Gpt, place: MegatronPlace, whole: Arrays, grouped: bool) -> Arra
         mixture = gpt.mixture
         assert mixture is not None
         local[here + "mlp.router.weight"] = whole[there + mixture.router]
+        if mixture.bias:
+            local[here + "mlp.router.expert_bias"] = whole[there + mixture.bias]
         each = mixture.experts // place.ep[1]
-        for expert in range(each):
-            prefix = mixture.expert.format(expert=place.ep[0] * each + expert)
-            for linear, array in zip(
-                ("fc1", "fc2"), ffn(prefix, mixture.kinds, place.expert_tp), strict=True
-            ):
+        prefixes = [mixture.expert.format(expert=place.ep[0] * each + expert) for expert in range(each)]
+        made = [ffn(prefix, mixture.kinds, place.expert_tp) for prefix in prefixes]
+        if form == "grouped":
+            for linear, arrays in zip(("fc1", "fc2"), zip(*made, strict=True), strict=True):
+                local[f"{here}mlp.experts.grouped_{linear}"] = np.concatenate(arrays)
+        for expert, both in enumerate(made if form != "grouped" else ()):
+            for linear, array in zip(("fc1", "fc2"), both, strict=True):
                 one, all_ = (
                     f"local_experts.{expert}.linear_{linear}.weight",
                     f"linear_{linear}.weight{expert}",
@@ -148,8 +200,19 @@ def shards(gpt: Gpt, place: MegatronPlace, whole: Arrays, grouped: bool) -> Arra
                 ("fc1", "fc2"), ffn(mixture.shared_expert, mixture.kinds, place.tp), strict=True
             ):
                 local[f"{here}mlp.shared_experts.linear_{linear}.weight"] = array
+        if mixture.shared and mixture.weighs_shared:
             local[here + "mlp.shared_experts.gate_weight"] = whole[there + "mlp.shared_expert_gate.weight"]
     return local
+
+
+def heads(gpt: Gpt, whole: Arrays, there: str, rows: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """The parameters of an attention layer that does without latents, but for its last matrix."""
+    for kind in ("weight", "bias") if gpt.qkv_bias else ("weight",):
+        q, k, v = (whole[f"{there}self_attn.{which}_proj.{kind}"] for which in "qkv")
+        groups = [array.reshape(gpt.key_heads, -1, *array.shape[1:]) for array in (q, k, v)]
+        yield f"linear_qkv.{kind}", rows(np.concatenate(groups, axis=1).reshape(-1, *q.shape[1:]))
+    for which in "qk" if gpt.qk_norm else "":
+        yield f"{which}_layernorm.weight", whole[f"{there}self_attn.{which}_norm.weight"]
 
 
 def places(
@@ -162,7 +225,7 @@ def places(
     ]
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("form", ["local", "te", "grouped"])
 @pytest.mark.parametrize(
     ("gpt", "sizes"),
     [
@@ -174,15 +237,17 @@ def places(
         (dataclasses.replace(DENSE, vocab=7), {"tp": 2}),
         (MIXED, {"ep": 2, "pp": 2}),
         (MIXED, {"tp": 2, "ep": 4, "expert_tp": 2}),
+        (LATENT, {"tp": 2, "ep": 2, "pp": 2}),
+        (PLAIN, {"tp": 4}),
         (dataclasses.replace(DENSE, mixture=Mixture(2, 8, **MIXTRAL)), {"ep": 2}),
     ],
 )
-def test_shards_put_together_are_the_checkpoint_bit_for_bit(gpt: Gpt, sizes: dict, grouped: bool) -> None:
+def test_shards_put_together_are_the_checkpoint_bit_for_bit(gpt: Gpt, sizes: dict, form: str) -> None:
     whole = checkpoint(gpt)
     again = {name: np.full_like(array, np.nan) for name, array in whole.items()}
     layouts: list[Layout] = []
     for place in places(**sizes):
-        local = shards(gpt, place, whole, grouped)
+        local = shards(gpt, place, whole, form)
         layout, views = checkpoint_views(local, "float32", gpt, place)
         layouts.append(layout)
         for name, param in layout.items():
@@ -196,7 +261,7 @@ def test_shards_put_together_are_the_checkpoint_bit_for_bit(gpt: Gpt, sizes: dic
 
 
 def test_views_share_memory_with_the_shard() -> None:
-    local = shards(DENSE, MegatronPlace(), checkpoint(DENSE), grouped=False)
+    local = shards(DENSE, MegatronPlace(), checkpoint(DENSE), "local")
     _, views = checkpoint_views(local, "float32", DENSE, MegatronPlace())
     views["model.layers.0.self_attn.k_proj.weight"][1][:] = 7.0
     fused = local["decoder.layers.0.self_attention.linear_qkv.weight"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import random_group, same, small_config, tiny_model
+from learner_cases import random_group, same, saved_bytes, small_config, tiny_model
 
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.config.sections.learner import OptimizerConfig
@@ -33,25 +33,6 @@ def gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     backend.policy.accumulate(batches, lambda _, logp_N, entropy_N: 0.1 * entropy_N.sum() - logp_N.sum())
     masters = backend._models["policy"].state().masters
     return {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
-
-
-def saved_bytes(backend: FsdpBackend) -> int:
-    """What autograd keeps of one forward pass, parameters aside."""
-    parameters = {p.untyped_storage().data_ptr() for p in backend.local_tensors().values()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def loss(_: MicroBatch, logp_N: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
-        return logp_N.sum()
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        backend.policy.accumulate([MicroBatch.of([random_group(0, size=32)])], loss)
-    return sum(kept.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,12 +22,12 @@ from asyncrl.config.sections.learner import OptimizerConfig, ParallelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.backends.fsdp.pipeline import turns_of
-from asyncrl.learner.backends.fsdp.stages import cut_stage, layers_of, load_stages
+from asyncrl.learner.backends.fsdp.stages import cut_stage, load_stages
 from asyncrl.learner.checks.logprob_check import probe_batch
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.models.documents import Documents
 from asyncrl.learner.models.networks import load_network
-from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes
+from asyncrl.learner.parallel.mesh import ModelShape, axis_sizes, layers_of
 from asyncrl.learner.parallel.tensor_parallel import local_part
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.version_step import version_step

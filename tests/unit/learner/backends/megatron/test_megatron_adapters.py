@@ -32,8 +32,15 @@ pytestmark = [needs_megatron, pytest.mark.timeout(900)]
 
 ATTENTION = ("q_proj", "v_proj", "o_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 Case = tuple[str, dict[str, Any], tuple[str, ...]]
-QUICK: dict[str, Case] = {"sequence": ("qwen3", {"tensor": 2}, (*ATTENTION, "up_proj", "down_proj"))}
+QUICK: dict[str, Case] = {
+    "sequence": (
+        "qwen3",
+        {"tensor": 2, "activation_checkpointing": "layers"},
+        (*ATTENTION, "up_proj", "down_proj"),
+    )
+}
 OF_TWO: dict[str, Case] = {
     "tensor": ("qwen2", {"tensor": 2, "sequence": False}, ALL),
     "pipeline tied": ("qwen2", {"pipeline": 2}, (*ATTENTION, "gate_proj")),
@@ -41,6 +48,9 @@ OF_TWO: dict[str, Case] = {
     "data": ("llama", {}, ALL),
     "expert": ("qwen3_moe", {"expert": 2}, ATTENTION),
     "shared expert tensor": ("qwen2_moe", {"tensor": 2, "expert": 2}, ALL),
+    "context": ("qwen3", {"context": 2}, ALL),
+    "latent": ("deepseek_v3", {"tensor": 2, "expert": 2}, LATENT),
+    "latent expert": ("deepseek_v3_plain", {"expert": 2}, ("q_proj", "kv_b_proj")),
 }
 OF_FOUR: dict[str, Case] = {
     "tensor pipeline": ("qwen2", {"tensor": 2, "pipeline": 2}, ALL),

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from learner_cases import saved_bytes
 from megatron_cases import (
     batches,
     config_of,
@@ -26,23 +27,27 @@ from megatron_cases import (
     write_weights,
 )
 from rank_processes import run_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.schema import Config, TeacherConfig
+from asyncrl.config.schema import Config, ModelConfig, TeacherConfig
 from asyncrl.config.sections.algorithm import AlgorithmConfig, TeacherLossConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.models.loading import checkpoint_tensors
-from asyncrl.sync.layout.layout import from_wire, to_wire
+from asyncrl.sync.layout.layout import Box, from_wire, to_wire
 from asyncrl.sync.tensors.shards import BoxTensors
 from asyncrl.system.rank_process import end_rank
 
 pytestmark = [needs_megatron, pytest.mark.timeout(900)]
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe")
-DENSE = FAMILIES[:4]
+FAMILIES = (
+    *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe"),
+    *("deepseek_v3", "deepseek_v3_plain"),
+)
+DENSE = (*FAMILIES[:4], "qwen2_five")
+AGAIN = {"activation_checkpointing": "layers"}
 INTERLEAVED = {"pipeline": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}
 CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     4: {
@@ -51,6 +56,13 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "data interleaved": ("qwen2", INTERLEAVED),
         "tensor pipeline expert": ("qwen3_moe", {"tensor": 2, "pipeline": 2, "expert": 2}),
         "data expert": ("mixtral", {"expert": 2}),
+        "data context": ("qwen2", {"context": 2}),
+        "context tensor": ("qwen3", {"context": 2, "tensor": 2}),
+        "context pipeline": ("qwen2", {"context": 2, "pipeline": 2}),
+        "context interleaved": ("qwen2", {"context": 2, "context_way": "all_gather", **INTERLEAVED}),
+        "context expert": ("qwen3_moe", {"context": 2, "expert": 4}),
+        "latent tensor expert": ("deepseek_v3", {"tensor": 2, "expert": 4}),
+        "latent pipeline context": ("deepseek_v3", {"pipeline": 2, "context": 2, "expert": 2}),
     },
     2: {
         "data": ("qwen2", {}),
@@ -63,19 +75,29 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "expert": ("qwen3_moe", {"expert": 2}),
         "expert tensor": ("qwen2_moe", {"expert": 2, "tensor": 2}),
         "tensor mixtral": ("mixtral", {"tensor": 2}),
+        "context": ("qwen3", {"context": 2}),
+        "uneven": ("qwen2_five", {"pipeline": 2}),
+        "uneven interleaved": ("qwen2_five", INTERLEAVED),
+        "recomputed": ("qwen3_moe", {"pipeline": 2, **AGAIN}),
+        "latent tensor": ("deepseek_v3", {"tensor": 2, **AGAIN}),
+        "latent expert": ("deepseek_v3_plain", {"tensor": 1, "expert": 2}),
+        "context gathered": ("qwen3", {"context": 2, "context_way": "all_gather"}),
     },
     1: {family: (family, {}) for family in FAMILIES},
 }
 EVERY = [(world, name) for world, cases in CASES.items() for name in cases]
 OTHERS = [(world, name) for world, name in EVERY if world > 1]
-STAND_FOR_ALL = ("sequence tied", "pipeline")
+STAND_FOR_ALL = ("sequence tied", "pipeline", "context", "latent tensor")
+TAUGHT = STAND_FOR_ALL[:3]
 BESIDE = ("critic", "reference")
 LOADED: dict[str, dict[str, Any]] = {
     "qwen2 weights": {"tensor": 2, "sequence": False},
     "qwen3 weights": {"pipeline": 2},
     "mixtral weights": {"tensor": 2, "expert": 2},
+    "deepseek_v3 weights": {"pipeline": 2},
 }
 """Models with weights, in one file or (mixtral) in several."""
+READ = ("model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias")
 STUCK_S = 300
 """Importing Megatron takes seconds, and four ranks do it at once."""
 
@@ -103,9 +125,33 @@ def quick_main(folder: Path) -> None:
         with mock.patch.object(optimizer, "get_grad_norm", wraps=optimizer.get_grad_norm) as computed:
             seen = of_two_steps(backend)
         seen["norms computed"] = computed.call_count
-        seen["taught"] = taught(made(folder, *CASES[2][name], models=("teacher",), taught=True))
+        if name in TAUGHT:
+            seen["taught"] = taught(made(folder, *CASES[2][name], models=("teacher",), taught=True))
         torch.save(seen, folder / f"2 {name} {os.environ['RANK']}")
+    family, parallel = CASES[2][STAND_FOR_ALL[0]]
+    kept = [saved_bytes(made(folder, family, parallel | again)) for again in ({}, AGAIN)]
+    torch.save(kept, folder / f"kept {os.environ['RANK']}")
+    torch.save(read_whole(folder), folder / f"whole {os.environ['RANK']}")
     end_rank()
+
+
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """A parameter and a constant of a quantized checkpoint, which transformers loads, and the same of the model."""
+    from asyncrl.learner.backends.megatron import backend
+
+    path = folder / "deepseek_v3 weights"
+    quantized = AutoConfig.from_pretrained(path)
+    quantized.quantization_config = {"quant_method": "fp8"}
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with (
+        mock.patch.object(backend, "load_model_config", return_value=quantized),
+        mock.patch.object(backend, "load_causal_lm", return_value=model),
+    ):
+        read = backend._reader(ModelConfig(path=str(path)), 0, "model.path")
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor += 1
+    return {name: read(name, (8,), Box((2,), (3,))) - model.state_dict()[name][2:5] for name in READ}
 
 
 def rank_main(folder: Path) -> None:
@@ -130,7 +176,9 @@ def rank_main(folder: Path) -> None:
     if world == 2:
         torch.save(half_precision(folder), folder / f"half {rank}")
         for name, parallel in LOADED.items():
-            torch.save(says(made(folder, name, parallel)), folder / f"{name} {rank}")
+            loaded = made(folder, name, parallel)
+            torch.save(says(loaded), folder / f"{name} {rank}")
+            loaded.export_hf(folder / f"{name} exported")
         for name in ("sequence", "pipeline tied"):
             torch.save(beside(folder, *CASES[2][name]), folder / f"beside {name} {rank}")
     if world == 4:
@@ -241,7 +289,7 @@ def copied(tensors: Mapping[str, BoxTensors]) -> dict[str, list[torch.Tensor]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
-    for family in FAMILIES:
+    for family in (*FAMILIES, *DENSE):
         write_model(folder / family, family)  # ranks share it
     for name in LOADED:
         small_files = {"max_shard_size": "30KB"} if name.startswith("mixtral") else {}
@@ -292,6 +340,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     for name in STAND_FOR_ALL:
         write_model(folder / CASES[2][name][0], CASES[2][name][0])
+    write_weights(folder / "deepseek_v3 weights", "deepseek_v3")
     run_ranks("test_megatron_backend:quick_main", folder, 2, STUCK_S)
     return folder
 
@@ -301,7 +350,19 @@ def test_two_ranks_say_and_learn_what_the_other_backend_does(two_ranks: Path, na
     assert_the_same(two_ranks, 2, name)
 
 
-@pytest.mark.parametrize("name", STAND_FOR_ALL)
+def test_a_quantized_checkpoint_is_read_by_transformers(two_ranks: Path) -> None:
+    for rank in range(2):
+        off = torch.load(two_ranks / f"whole {rank}")
+        assert all(torch.equal(off[name], torch.zeros_like(off[name])) for name in READ)
+
+
+def test_layers_that_are_computed_again_keep_little_for_the_backward_pass(two_ranks: Path) -> None:
+    for rank in range(2):
+        plain, again = torch.load(two_ranks / f"kept {rank}", weights_only=False)
+        assert again < 0.5 * plain
+
+
+@pytest.mark.parametrize("name", TAUGHT)
 def test_a_teacher_gives_its_most_likely_tokens_as_with_the_other_backend(two_ranks: Path, name: str) -> None:
     alone = taught(FsdpBackend(with_teacher(config_of(two_ranks, CASES[2][name][0])), ("teacher",)))
     assert (alone["given"][0][:, 1] >= alone["given"][0][:, 2]).all()
@@ -328,6 +389,21 @@ def test_plain_transformers_reads_an_export(folder: Path, world: int, name: str)
     tensors, whole = checkpoint_tensors(exported), put_together(ranks)
     assert tensors.keys() == whole.keys()
     assert all(torch.equal(tensors[parameter], whole[parameter]) for parameter in whole)
+
+
+@pytest.mark.slow
+def test_biases_of_routers_are_in_an_export_as_in_the_checkpoint(folder: Path) -> None:
+    """They are on two stages."""
+    before, after = (
+        {
+            name: held
+            for name, held in AutoModelForCausalLM.from_pretrained(at).state_dict().items()
+            if "bias" in name
+        }
+        for at in (folder / "deepseek_v3 weights", folder / "deepseek_v3 weights exported")
+    )
+    assert len(before) == 3
+    assert all(held.abs().max() > 0 and torch.equal(held, after[name]) for name, held in before.items())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_cases import write_model
-from transformers import AutoConfig, Gemma2Config, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, DeepseekV3Config, Gemma2Config, LlamaConfig, Qwen2Config
 
 from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.backends.megatron.architecture import architecture
+from asyncrl.learner.backends.megatron.architecture import Router, architecture
 from asyncrl.learner.backends.megatron.boxes import cuts, rectangles
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.storage import Boxes
 from asyncrl.learner.parallel.mesh import AXES, coordinates, is_data_leader
 from asyncrl.sync.layout.layout import Box
-from asyncrl.sync.layout.megatron import MIXTRAL, Gpt, MegatronPart, Mixture
+from asyncrl.sync.layout.megatron import DEEPSEEK, MIXTRAL, Gpt, Latent, MegatronPart, Mixture
 
 MODEL = Gpt(layers=4, hidden=8, heads=4, key_heads=2, head_dim=2, ffn=12, vocab=9, padded_vocab=9)
 
@@ -71,36 +72,41 @@ def test_boxes_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
 
 
 def test_ranks_stand_where_the_other_backends_ranks_do() -> None:
-    parallel = ParallelConfig(tensor=2, pipeline=2)
-    sizes = {"pp": 2, "replicate": 1, "shard": 3, "cp": 1, "tp": 2}
-    for rank in range(12):
-        here, at = make_grid(parallel, rank, 12), coordinates(sizes, rank)
+    parallel = ParallelConfig(tensor=2, pipeline=2, context=2)
+    sizes = {"pp": 2, "replicate": 1, "shard": 3, "cp": 2, "tp": 2}
+    for rank in range(24):
+        here, at = make_grid(parallel, rank, 24), coordinates(sizes, rank)
         assert set(at) == set(AXES)
         assert (here.stage, here.data_rank, here.tensor_rank) == (at["pp"], at["shard"], at["tp"])
         assert (rank in here.data_leaders) == is_data_leader(sizes, at)
-    assert make_grid(parallel, 0, 12).data_leaders == [6, 8, 10]
+    assert make_grid(parallel, 0, 24).data_leaders == [12, 16, 20]
 
 
 def test_experts_are_shared_out_or_their_matrices_are() -> None:
-    spread = [make_grid(ParallelConfig(tensor=2, expert=4), rank, 4).place(0) for rank in range(4)]
+    spread = [make_grid(ParallelConfig(tensor=2, expert=4), rank, 4).place(0, 4) for rank in range(4)]
     assert [(place.ep, place.expert_tp) for place in spread] == [((rank, 4), (0, 1)) for rank in range(4)]
-    cut = [make_grid(ParallelConfig(tensor=2), rank, 2).place(0) for rank in range(2)]
+    parallel = ParallelConfig(tensor=2, context=2, expert=8)
+    wide = [make_grid(parallel, rank, 16).place(0, 4).ep for rank in range(16)]
+    assert wide == [(rank % 8, 8) for rank in range(16)]
+    cut = [make_grid(ParallelConfig(tensor=2), rank, 2).place(0, 4) for rank in range(2)]
     assert [(place.ep, place.expert_tp) for place in cut] == [((0, 1), (rank, 2)) for rank in range(2)]
 
 
 def test_stages_take_turns_only_if_asked_to() -> None:
     parallel = ParallelConfig(pipeline=2, pipeline_schedule="interleaved")
     layers = [
-        [list(make_grid(parallel, rank, 2).place(chunk).layers(MODEL)) for chunk in (0, 1)] for rank in (0, 1)
+        [list(make_grid(parallel, rank, 2).place(chunk, 4).layers(MODEL)) for chunk in (0, 1)]
+        for rank in (0, 1)
     ]
     assert layers == [[[0], [2]], [[1], [3]]]
+    assert make_grid(ParallelConfig(pipeline=16), 0, 16).stages(61) == (4,) * 13 + (3,) * 3
     assert make_grid(ParallelConfig(pipeline=2), 0, 2).chunks == 1
 
 
 @pytest.mark.parametrize(
     ("world", "parallel", "key"),
     [
-        (2, {"context": 2}, "context"),
+        (3, {"context": 2}, "context 2"),
         (2, {"replicate": 2}, "replicate"),
         (3, {"tensor": 2}, "parallel"),
         (2, {"expert": 3}, "expert"),
@@ -114,22 +120,21 @@ def test_what_megatron_is_not_asked_for_is_refused(world: int, parallel: dict[st
 @pytest.mark.parametrize(
     ("world", "parallel", "mixture", "why"),
     [
-        (3, {"pipeline": 3}, None, "4 layers"),
+        (5, {"pipeline": 5}, None, "4 layers"),
         (4, {"tensor": 4}, None, "2 key heads"),
         (2, {"expert": 2}, None, "the model has none"),
         (2, {"expert": 2}, Mixture(3, 4), "3 experts"),
         (2, {"tensor": 2, "sequence": False}, Mixture(2, 4), "Megatron requires it"),
+        (8, {"context": 8}, None, "4 attention heads"),
+        (8, {"context": 4, "tensor": 2}, None, "2 attention heads"),
     ],
 )
 def test_what_does_not_go_with_the_model_is_refused(
     world: int, parallel: dict[str, Any], mixture: Mixture | None, why: str
 ) -> None:
-    import dataclasses
-
+    axes, model = ParallelConfig(**parallel), dataclasses.replace(MODEL, mixture=mixture)
     with pytest.raises(ConfigError, match=why):
-        check_model(
-            make_grid(ParallelConfig(**parallel), 0, world), dataclasses.replace(MODEL, mixture=mixture)
-        )
+        check_model(make_grid(axes, 0, world), model, axes)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +160,38 @@ def test_architectures(
     assert sum(found.mixed) == mixed
     assert found.windows == ((48,) * 4 if family == "mistral" else (None,) * 4)
     assert math.isclose(found.epsilon, AutoConfig.from_pretrained(tmp_path).rms_norm_eps)
+
+
+def test_deepseek_v3(tmp_path: Path) -> None:
+    write_model(tmp_path, "deepseek_v3")
+    found = architecture(AutoConfig.from_pretrained(tmp_path), "model.path", "there")
+    assert found.gpt.latent == Latent(query=24, key=16, plain=12, rotated=8, value=10)
+    assert found.gpt.mixture == Mixture(8, 16, 32, **DEEPSEEK)  # type: ignore[arg-type]
+    assert found.router == Router(4, sigmoid=True, renormalised=True, groups=4, chosen=2, scale=2.5)
+    assert (found.mixed, found.interleaved) == ((False, True, True, True), True)
+    assert math.isclose(found.scaling, 20**-0.5 * (0.1 * 0.7 * math.log(4) + 1) ** 2)
+
+
+def test_without_yarn_scores_are_divided_by_the_root_of_a_head_alone(tmp_path: Path) -> None:
+    write_model(tmp_path, "deepseek_v3_plain")
+    found = architecture(AutoConfig.from_pretrained(tmp_path), "model.path", "there")
+    assert found.gpt.latent == Latent(query=None, key=16, plain=12, rotated=8, value=10)
+    assert (found.scaling, found.interleaved) == (20**-0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("router", "why"),
+    [
+        ({"norm_topk_prob": False}, "not renormalised"),
+        ({"num_experts_per_tok": 1}, "of one expert"),
+        ({"n_group": 8, "topk_group": 4, "num_experts_per_tok": 4}, "4 of 8 groups for 4 experts"),
+    ],
+)
+def test_routers_that_megatron_computes_otherwise_are_refused(router: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        architecture(DeepseekV3Config(**router), "model.path", "there")
+    kept = DeepseekV3Config(n_group=1, topk_group=1, num_experts_per_tok=6)
+    assert architecture(kept, "model.path", "there").router == Router(6, True, scale=2.5)
 
 
 def test_sliding_windows_are_of_the_layers_that_have_them() -> None:
