@@ -111,6 +111,8 @@ _ROWS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "  waits for": lambda mode: _waits(mode["shares"]["generator"]),
     "learner busy": lambda mode: f"{mode['busy']['learner']:.0%}",
     "  waits for ": lambda mode: _waits(mode["shares"]["learner"]),
+    "generator's GPUs": lambda mode: _gpus(mode, "generator"),
+    "learner's GPUs": lambda mode: _gpus(mode, "learner"),
     "staleness": lambda mode: f"{mode['staleness_mean']:.1f} ≤ {mode['staleness_max']:.0f}",
     "s to reward": lambda mode: _number(mode["s_to_reward"], "{:.1f}"),
 }
@@ -121,6 +123,12 @@ def _waits(shares: Mapping[str, float]) -> str:
     """The waits worth a percent, a line each, the longest first."""
     waits = sorted(((s, n) for n, s in shares.items() if n.startswith(WAIT) and s >= 0.01), reverse=True)
     return "\n".join(f"{name.removeprefix(WAIT)} {share:.0%}" for share, name in waits) or "–"
+
+
+def _gpus(mode: Mapping[str, Any], pool: str) -> str:
+    """The busy share that their driver measured, and the power of one."""
+    busy, watts = mode["gpu_busy"][pool], mode["gpu_watts"][pool]
+    return f"{_number(busy, '{:.0%}')} {_number(watts, '{:.0f} W')}" if busy is not None else "–"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -22,6 +22,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -239,6 +240,8 @@ def _measure(runs: Runs, target: float) -> dict[str, Any]:
         "rollouts_a_version": mean(row["train/rollouts"] for row in steady),
         "s_a_version": seconds / len(steady),
         "busy": {"generator": busy_share(generator), "learner": busy_share(learner)},
+        "gpu_busy": {pool: _mean(steady, f"perf/{pool}/gpu_busy") for pool in ("generator", "learner")},
+        "gpu_watts": {pool: _mean(steady, f"perf/{pool}/gpu_watts") for pool in ("generator", "learner")},
         "shares": {"generator": _shares(generator), "learner": _shares(learner)},
         "generator_work_s": _work(generator),
         "learner_work_s": _work(learner),
@@ -264,12 +267,18 @@ def _figures(
             "s_to_reward",
         ):
             figures[f"{key}.{mode}"] = found[key]
-        for pool in ("generator", "learner"):
-            figures[f"busy.{pool}.{mode}"] = found["busy"][pool]
+        for key, pool in product(("busy", "gpu_busy", "gpu_watts"), ("generator", "learner")):
+            figures[f"{key}.{pool}.{mode}"] = found[key][pool]
     for rival, ratio in ratios.items():
         name = f"async_over_{rival}"
         figures |= {name: ratio.value, f"{name}.low": ratio.low, f"{name}.high": ratio.high}
     return figures
+
+
+def _mean(steps: Sequence[Row], key: str) -> float | None:
+    """Over the time of the versions that have it; None if none has."""
+    seconds = [(row["perf/step_s"], row[key]) for row in steps if key in row]
+    return sum(s * value for s, value in seconds) / sum(s for s, _ in seconds) if seconds else None
 
 
 def _spans_a_version(steps: Sequence[Row], prefix: str) -> dict[str, float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from asyncrl.device.meter import GpuMeter
 from asyncrl.generator.engines.engine import SECONDS, Engine
 from asyncrl.generator.leases import WorkerLeases
 from asyncrl.generator.prober import Prober
@@ -45,7 +47,9 @@ class WorkerTelemetry:
         prober: Prober | None,
         leases: WorkerLeases,
         limit: SampleLimit,
+        gpus: GpuMeter | None = None,
     ) -> None:
+        self._gpus = gpus
         self._engine, self._follower, self._rollouts, self._prober = engine, follower, rollouts, prober
         self._leases, self._limit = leases, limit
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -94,8 +98,8 @@ class WorkerTelemetry:
 
         tokens · running, waiting samples now · kv_usage, preemptions, drafted, accepted of engines that have them
         admitted: samples that may be under way · held, lineage · leases now · weights/… of the follower · probes: the
-        prober's reports · reward/… of the reward function · seconds {span of the engine: seconds} · counts of
-        `WorkerLeases`
+        prober's reports · reward/… of the reward function · seconds {span of the engine: seconds} · gpus: `GpuTotals`,
+        where they are measured · counts of `WorkerLeases`
         """
         return {
             **self.engine_stats(),
@@ -108,6 +112,7 @@ class WorkerTelemetry:
             "seconds": dict(self._seconds),
             "admitted": self._limit.samples,
             **({"probes": self._prober.reports()} if self._prober is not None else {}),
+            **({"gpus": asdict(self._gpus.totals)} if self._gpus is not None else {}),
         }
 
     def engine_stats(self) -> dict[str, float]:

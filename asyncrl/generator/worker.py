@@ -29,6 +29,8 @@ from contextlib import suppress
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import REWARDS
+from asyncrl.device import accelerator
+from asyncrl.device.meter import measured
 from asyncrl.errors import AsyncRLError, RefusedError, RunClosedError, first_failure
 from asyncrl.generator.agents.task_progress import Keep
 from asyncrl.generator.engines.engine import Engine, SampleLostError
@@ -93,7 +95,9 @@ class Worker:
         self._limit = SampleLimit.from_config(config)
         self._watch = EngineWatch(name, engine, config.generator.progress_deadline_s)
         self._leases = WorkerLeases(name, client, self._status)
-        self.telemetry = WorkerTelemetry(engine, follower, rollouts, prober, self._leases, self._limit)
+        # The GPUs of a server are not this process's.
+        gpus = None if config.generator.behind_http else measured(range(accelerator.count()))
+        self.telemetry = WorkerTelemetry(engine, follower, rollouts, prober, self._leases, self._limit, gpus)
         self._loops: asyncio.TaskGroup
 
     async def run(self) -> None:

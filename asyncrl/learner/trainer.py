@@ -177,7 +177,7 @@ class Trainer:
         tracing.event("published", version=self.version + 1)
         trained = self.stream.trained(self.version)
         with self.spans("wait/ranks"):  # no rank claims for the next step before the queue has ended this one
-            memory = self.backend.exchange(self.records.utilization.memory())
+            readings = self.backend.exchange(self.records.utilization.reading())
         self.version += 1
         self.publication.note_probes(self.version)
         left_out = self.failures.version_trained()
@@ -186,7 +186,7 @@ class Trainer:
             values = {
                 **report.values,
                 **self.publication.values(trained.stats),
-                **self.records.utilization.values(report.values, spans, memory),
+                **self.records.utilization.values(report.values, spans, readings),
                 "train/groups_not_finite": left_out,
             }
             self.status.figures = self.records.write_version(self.version, trained, values, spans)

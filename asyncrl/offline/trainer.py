@@ -114,7 +114,7 @@ class OfflineTrainer:
             metrics.add(f"train/{name}", Sum(size))
         with self.spans("wait/ranks"):
             every = exchange_per_data_rank(self.backend, metrics.to_wire())
-            memory = self.backend.exchange(self.records.utilization.memory())
+            readings = self.backend.exchange(self.records.utilization.reading())
         merged = Metrics()
         merged.merge(Metrics.from_wire(theirs) for theirs in every)
         values = merged.values() | {
@@ -124,7 +124,7 @@ class OfflineTrainer:
         }
         spans = self.spans.take()
         row = step_row(
-            self.version, values | self.records.utilization.values(values, spans, memory), spans, {}, {}
+            self.version, values | self.records.utilization.values(values, spans, readings), spans, {}, {}
         )
         self.status.figures = row
         self.records.write(row)

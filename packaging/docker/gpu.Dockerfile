@@ -12,7 +12,7 @@ COPY asyncrl asyncrl
 
 # No GPU is seen while an image is built, and packaging/install.py would take torch's build for the CPU. It keeps a torch
 # of the pinned release that is there already: PyPI's, which carries CUDA.
-ARG EXTRAS=server,math,data,prometheus
+ARG EXTRAS=server,math,data,prometheus,nvml
 RUN python -m venv .venv \
  && .venv/bin/python -m pip install --no-cache-dir "$(grep '^torch==' constraints.txt)" \
  && .venv/bin/python packaging/install.py vllm \

@@ -17,6 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from asyncrl.config.schema import Config
+from asyncrl.device.meter import GpuTotals
 from asyncrl.learner.reporting.heldout import ACCURACY, PREFIX, Evaluation
 from asyncrl.learner.reporting.profile import ProfileWindow
 from asyncrl.learner.reporting.rollout_log import RolloutLog
@@ -40,8 +41,9 @@ EDGE_VERSIONS = 5
 """reward_start and reward_end are means over this many versions."""
 
 WorkerStats = Mapping[str, Any]
-"""A worker's telemetry (generator/telemetry.py): tokens, seconds {span: s} and weights/flips since its start,
-held, weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause can be."""
+"""A worker's telemetry (generator/telemetry.py): tokens, seconds {span: s}, gpus (`GpuTotals`) and weights/flips since
+its start, held, and weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause
+can be."""
 
 
 class RunRecords:
@@ -142,15 +144,16 @@ class GeneratorTotals:
         """Metrics since the last call. Workers report at their heartbeats and with each group; those without weights
         are left out.
 
-        perf/busy/generator and perf/generator/time/<span> are means over workers, perf/generator/tokens_per_s is their
-        sum; perf/generator/decode/… is the line through all decode steps so far, as `DecodeTimes` has it;
-        rollout/tokens_generated, sync/flips, rollout/agent/…, rollout/reward/… and rollout/pool/<stage>/… are totals. A
-        worker whose totals fell was restarted, and counts from 0.
+        perf/busy/generator and perf/generator/time/<span> are means over workers, perf/generator/gpu_busy and gpu_watts
+        over their GPUs, perf/generator/tokens_per_s is the sum of workers; perf/generator/decode/… is the line through
+        all decode steps so far, as `DecodeTimes` has it; rollout/tokens_generated, sync/flips, rollout/agent/…,
+        rollout/reward/… and rollout/pool/<stage>/… are totals. A worker whose totals fell was restarted, and counts
+        from 0.
         """
         pools = {name: now for name, now in stats.items() if "stage" in now}
         generators = {name: now for name, now in stats.items() if name not in pools}
         stats = {name: now for name, now in generators.items() if now.get("held", 0) != NO_VERSION}
-        tokens, spans = 0.0, Counter[str]()
+        tokens, spans, gpus = 0.0, Counter[str](), GpuTotals()
         for name, now in stats.items():
             before = self._before.get(name, {})
             if now.get("tokens", 0) < before.get("tokens", 0):
@@ -158,9 +161,11 @@ class GeneratorTotals:
             tokens += now.get("tokens", 0) - before.get("tokens", 0)
             self._flips += now.get("weights/flips", 0) - before.get("weights/flips", 0)
             spans.update(_difference(now.get("seconds", {}), before.get("seconds", {})))
+            gpus += GpuTotals(**now.get("gpus", {})).since(GpuTotals(**before.get("gpus", {})))
         self._before |= stats  # a restarted queue may not list all workers yet
         self._tokens += tokens
         row: dict[str, float] = {"rollout/generators": len(generators)}
+        row |= {f"perf/generator/{name}": value for name, value in gpus.figures().items()}
         if self._before:
             row |= {"rollout/tokens_generated": self._tokens, "sync/flips": self._flips}
         if sum(spans.values()) > 0:

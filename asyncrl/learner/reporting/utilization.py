@@ -5,6 +5,7 @@ perf/learner/mfu           model FLOPs utilisation: the policy's training passes
                            devices (PaLM, arXiv:2204.02311, appendix B). Passes without gradient, critics and reward
                            models are not counted
 perf/learner/memory_gib    the most that a rank has needed: on a GPU within the version, on a CPU so far
+perf/learner/gpu_busy, perf/learner/gpu_watts            of the ranks' GPUs, where `device/meter.py` measures them
 perf/wait_fraction/…       shares of the version's time, by the kind of wait
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.device import accelerator
+from asyncrl.device.meter import GpuTotals, measured
 from asyncrl.errors import ConfigError
 from asyncrl.learner.parallel.mesh import ModelShape
 from asyncrl.models.loading import auto_class, load_model_config, towers
@@ -41,21 +43,25 @@ class Utilization:
 
     def __init__(self, config: Config) -> None:
         self._device = accelerator.current_device()
+        self._gpus = measured([self._device.index or 0])
+        self._counted = GpuTotals()
         self.training_flops = TrainingFlops.of(config.model)
         tflops = config.learner.peak_tflops
         self.peak_flops = (
             tflops * 1e12 if tflops else measured_peak_flops(self._device, getattr(torch, config.model.dtype))
         )
 
-    def memory(self) -> int:
-        """See `accelerator.peak_memory_bytes`."""
-        return accelerator.peak_memory_bytes(self._device)
+    def reading(self) -> list[float]:
+        """For `values`: [bytes of `accelerator.peak_memory_bytes`, *`GpuTotals` since the last reading]."""
+        now = self._gpus.totals if self._gpus is not None else GpuTotals()
+        before, self._counted = self._counted, now
+        return [accelerator.peak_memory_bytes(self._device), *astuple(now.since(before))]
 
     def values(
-        self, metrics: Mapping[str, float], seconds: Mapping[str, float], memory: Sequence[int]
+        self, metrics: Mapping[str, float], seconds: Mapping[str, float], readings: Sequence[Sequence[float]]
     ) -> dict[str, float]:
-        """Metrics of one version, from its `metrics` over all ranks, this rank's seconds by span, and bytes of each
-        rank."""
+        """Metrics of one version, from its `metrics` over all ranks, this rank's seconds by span, and the reading of
+        each rank."""
         step_s = sum(seconds.values())
         if step_s <= 0:
             return {}
@@ -65,11 +71,13 @@ class Utilization:
             for name, s in seconds.items()
             if name.startswith(WAIT)
         }
+        gpus = sum((GpuTotals(*totals) for _, *totals in readings), GpuTotals())
         return {
             "perf/learner/tokens_per_s": metrics.get("train/tokens_with_prompts", 0.0) / step_s,
             "perf/learner/samples_per_s": metrics.get("train/rollouts", 0.0) / step_s,
-            "perf/learner/mfu": flops / (step_s * self.peak_flops * len(memory)),
-            "perf/learner/memory_gib": max(memory) / GIB,
+            "perf/learner/mfu": flops / (step_s * self.peak_flops * len(readings)),
+            "perf/learner/memory_gib": max(memory for memory, *_ in readings) / GIB,
+            **{f"perf/learner/{name}": value for name, value in gpus.figures().items()},
             **waits,
         }
 

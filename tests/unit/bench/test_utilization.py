@@ -209,6 +209,18 @@ def test_the_table_fits_a_narrow_terminal_with_every_header() -> None:
     assert "async over sync_split: 1.60 x (1.60 to 1.60, 95 %)" in printed
 
 
+def test_the_gpus_of_a_pool_are_shown_where_their_driver_measured_them() -> None:
+    """Over the time of the versions that have figures."""
+    rows = [row | {"perf/learner/gpu_busy": 0.9, "perf/learner/gpu_watts": 640.0} for row in ROWS["async"]]
+    rows[-1] |= {"perf/step_s": 6.25, "perf/learner/gpu_busy": 0.3, "perf/learner/gpu_watts": 100.0}
+    found = report({**RUNS, "async": [rows, rows]})
+    assert found["figures"]["gpu_busy.learner.async"] == pytest.approx((6 * 0.9 + 2 * 0.3) / 8)
+    assert found["figures"]["gpu_busy.generator.async"] is None
+    out = io.StringIO()
+    print_report(found, Console(file=out, width=80))
+    assert "75% 505 W" in out.getvalue()
+
+
 def test_keys_may_stand_before_and_after_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     demo = str(Path(__file__).parents[3] / "configs" / "recipes" / "demo.yaml")
     ran: list[tuple[int, int, int]] = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from learner_cases import small_config, tiny_model
 
 from asyncrl.config.schema import LearnerConfig
+from asyncrl.device.meter import GpuTotals
 from asyncrl.learner.reporting.report import SUMMARY, GeneratorTotals, RunRecords, run_summary, step_row
 from asyncrl.telemetry.decode_times import DecodeTimes
 
@@ -34,6 +36,28 @@ def test_a_generator_without_weights_is_counted_and_nothing_else_is_known() -> N
     later = totals.update({"generator-0": LATER, "generator-1": EARLY})
     assert (later["rollout/generators"], later["rollout/tokens_generated"], later["sync/flips"]) == (2, 40, 1)
     assert (later["queue/held_min"], later["rollout/reward/failures"]) == (2, 3)
+
+
+def test_the_gpus_of_all_generators_count_alike() -> None:
+    """Two of the first, one of the second; the third has none, and a restarted one counts from 0."""
+
+    def row(*totals: tuple[float, float, float]) -> dict[str, float]:
+        stats = {
+            f"generator-{n}": LATER | {"gpus": asdict(GpuTotals(*each))} for n, each in enumerate(totals)
+        }
+        made = seen.update({**stats, "generator-9": LATER})
+        return {key: value for key, value in made.items() if "gpu" in key}
+
+    seen = GeneratorTotals()
+    assert row((0.0, 0.0, 0.0)) == {}
+    assert row((8.0, 6.0, 2400.0), (2.0, 2.0, 400.0)) == {
+        "perf/generator/gpu_busy": 0.8,
+        "perf/generator/gpu_watts": 280.0,
+    }
+    assert row((12.0, 6.0, 2800.0), (2.0, 2.0, 400.0)) == {
+        "perf/generator/gpu_busy": 0.0,
+        "perf/generator/gpu_watts": 100.0,
+    }
 
 
 def test_a_line_goes_through_the_decode_steps_of_all_generators() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from transformers import Qwen3MoeConfig
 
 from asyncrl.config.schema import LearnerConfig, ModelConfig
 from asyncrl.device import accelerator
+from asyncrl.device.meter import GpuTotals
 from asyncrl.learner.data.batch import MicroBatch
+from asyncrl.learner.reporting import utilization
 from asyncrl.learner.reporting.batch_metrics import age_metrics
 from asyncrl.learner.reporting.utilization import (
     PASSED,
@@ -62,7 +65,8 @@ def test_the_health_of_a_version(tmp_path: Path) -> None:
         PASSED_SQUARES: 5000.0,
     }
     seconds = {"compute/forward_backward": 1.0, "wait/groups": 0.75, "wait/ranks": 0.25}
-    assert health.values(metrics, seconds, [1 << 30, 3 << 30]) == pytest.approx(
+    readings = [[1 << 30, 0.0, 0.0, 0.0], [3 << 30, 0.0, 0.0, 0.0]]
+    assert health.values(metrics, seconds, readings) == pytest.approx(
         {
             "perf/learner/tokens_per_s": 400,
             "perf/learner/samples_per_s": 20,
@@ -72,7 +76,22 @@ def test_the_health_of_a_version(tmp_path: Path) -> None:
             "perf/wait_fraction/ranks": 0.125,
         }
     )
-    assert health.values(metrics, {}, [1]) == {}
+    assert health.values(metrics, {}, readings) == {}
+    measured = [[1, 4.0, 3.0, 1000.0], [1, 4.0, 1.0, 600.0]]
+    found = health.values(metrics, seconds, measured)
+    assert (found["perf/learner/gpu_busy"], found["perf/learner/gpu_watts"]) == (0.5, 200.0)
+
+
+def test_a_reading_has_the_gpu_time_since_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(tmp_path / "model")
+    meter = SimpleNamespace(totals=GpuTotals(2.0, 1.0, 100.0))
+    monkeypatch.setattr(utilization, "measured", lambda devices: meter)
+    health = Utilization(small_config(tmp_path, learner=LearnerConfig(peak_tflops=1.0)))
+    assert health.reading()[1:] == [2.0, 1.0, 100.0]
+    meter.totals = GpuTotals(5.0, 3.5, 1000.0)
+    assert health.reading()[1:] == [3.0, 2.5, 900.0]
 
 
 def test_a_processor_has_a_speed_and_a_peak_of_memory() -> None:
