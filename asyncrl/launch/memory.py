@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.generator import errors_of_pool
 from asyncrl.generator.engines.vllm import vllm_memory
 from asyncrl.models.adapters import adapter_shapes
-from asyncrl.sync.layout.layout import whole_layout
+from asyncrl.sync.layout.layout import ITEM_BYTES, Layout, whole_layout
 from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout
 from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
@@ -26,7 +28,36 @@ def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams
     layouts, sent = learner_layout(model, learner), learner_layout(sent_cost(config, model), learner)
     trained = config.model.lora.rank == 0 or config.model.lora.travels
     ranks = layouts.mesh.ranks
-    return learner_parts(layouts.largest, sent.largest, trained, config.sync, ranks, streams)
+    parts = learner_parts(layouts.largest, sent.largest, trained, config.sync, ranks, streams)
+    if config.learner.backend == "megatron" and config.learner.own_backend is None:
+        return [
+            *megatron_parts(config, model, layouts.largest),
+            *parts[2 if config.model.lora.rank == 0 else 1 :],
+        ]
+    return parts
+
+
+def megatron_parts(config: Config, model: ModelCost, shard: Layout) -> list[MemoryPart]:
+    """Weights of a Megatron rank and, unless adapters are trained, the state of their training. Data ranks and contexts
+    have copies of weights and gradients, in float32; only masters and moments are sharded over all ranks.
+
+    shard: one rank's part of all
+    """
+    parallel = config.learner.parallel
+    cut = parallel.pipeline * parallel.tensor
+    of_experts = parallel.pipeline * max(parallel.expert, parallel.tensor)
+    held = {
+        name: math.ceil(math.prod(shape) / (of_experts if ".experts." in name else cut))
+        for name, (shape, _) in model.shapes.items()
+    }
+    weights = sum(held[name] * ITEM_BYTES[dtype] for name, (_, dtype) in model.shapes.items())
+    frees = "learner.parallel.tensor, pipeline, expert: more ranks that share it"
+    parts = [MemoryPart("weights", weights, frees)]
+    if config.model.lora.rank == 0:
+        masters_and_moments = sum(p.elements * (12 if ITEM_BYTES[p.dtype] < 4 else 8) for p in shard.values())
+        state = 4 * sum(held.values()) + masters_and_moments
+        parts.append(MemoryPart("masters, gradients, Adam", state, frees))
+    return parts
 
 
 def sent_cost(config: Config, model: ModelCost) -> ModelCost:

@@ -87,8 +87,8 @@ def _plan_lines(
 
 
 def learner_pool(config: Config) -> PoolShape:
-    """`learner.processes` on the axes of `learner.parallel`. Contexts and stages count as shards: their processes hold
-    as much, if not the same."""
+    """`learner.processes` on the axes of `learner.parallel`. Contexts and stages count as shards: their processes send
+    as much, if not the same. So do Megatron's data ranks, which have copies: each sends a part."""
     parallel = config.learner.parallel
     shards = max(1, config.learner.processes // (parallel.replicate * parallel.tensor))
     return PoolShape(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)

@@ -62,6 +62,9 @@ MIXES_TOKENS = re.compile("Conv1d|ShortConv|Mamba|Delta|LinearAtt|Lightning|Rglr
 """Parts of the names of module classes that look at other tokens by convolutions, recurrent states or an index; those
 in `delta_nets` are known."""
 
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization whose weights transformers converts back."""
+
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -76,9 +79,11 @@ def load_causal_lm(
     attention: an entry of transformers' attention registry, made before this call; None: as transformers chooses ·
     key: of the path, for errors
 
-    Raises ConfigError if there is no such model, or its attention does not use the registry.
+    Raises ConfigError if there is no such model, its attention does not use the registry, or its weights are quantized
+    by a method other than DEQUANTIZED.
     """
     config = load_model_config(model, key)
+    _dequantize(config, model, key)
     dtype = getattr(torch, model.dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -93,6 +98,19 @@ def load_causal_lm(
         else:
             loaded = _made(model, config, attention, key)
     return _checked(model, loaded, attention, key)
+
+
+def _dequantize(config: PretrainedConfig, model: ModelConfig, key: str) -> None:
+    """Have transformers convert quantized weights to `model.dtype` as it reads them. By default it does so only where
+    the GPU cannot multiply them."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    method = settings.get("quant_method")
+    rule = f"has weights quantized by {method}, which cannot be trained"
+    remedy = "give a checkpoint in bfloat16"
+    require(method in DEQUANTIZED, key, model.path, rule, remedy)
+    settings["dequantize"] = True
 
 
 def empty_causal_lm(

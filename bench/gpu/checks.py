@@ -151,6 +151,12 @@ def mfu(place: Place) -> dict[str, float]:
     return found
 
 
+def experts(place: Place) -> dict[str, float]:
+    """Products of experts in one call are right, and experts without rows get no gradient. Their time beside a loop."""
+    with _end(place, "experts", "experts", tiny=place.tiny) as end:
+        return dict(end.hears(DEADLINE_S))
+
+
 def contracts(place: Place) -> dict[str, float]:
     """The contract tests of the channels, those of the GPU among them."""
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
@@ -217,6 +223,7 @@ CHECKS: Mapping[str, Check] = {
         kill,
         memory,
         mfu,
+        experts,
         contracts,
         demo,
         vllm,

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from asyncrl.config.schema import SyncConfig
 from asyncrl.device import accelerator
@@ -72,6 +73,45 @@ def nccl_alone(talk: Talk, said: dict[str, Any]) -> None:
         raise RuntimeError("the GPU does not add up any more")
     talk.tell({"deadline_s": deadline_s, "ended_s": ended - begun, "worked_s": time.monotonic() - ended})
     theirs.close()
+
+
+def experts(talk: Talk, said: dict[str, Any]) -> None:
+    """Forward and backward of one product, every fourth expert without rows."""
+    device = _device(said)
+    experts, inputs, outputs, rows = (8, 32, 16, 8) if said["tiny"] else (128, 2048, 1536, 256)
+    torch.manual_seed(0)
+    counts = [0 if expert % 4 == 0 else rows + expert % 3 for expert in range(experts)]
+    ends = torch.tensor(counts).cumsum(0).int().to(device)
+    x = torch.randn(sum(counts), inputs, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(experts, outputs, inputs, dtype=torch.bfloat16, device=device, requires_grad=True)
+    gradient = torch.randn(len(x), outputs, dtype=torch.bfloat16, device=device)
+
+    def grouped() -> torch.Tensor:
+        return F.grouped_mm(x, weight.mT, offs=ends)
+
+    def looped() -> torch.Tensor:
+        return torch.cat([part @ matrix.T for part, matrix in zip(x.split(counts), weight, strict=True)])
+
+    def measured(product: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        times = []
+        for _ in range(STEPS):
+            weight.grad = None
+            accelerator.wait_for_device(device)
+            begun = time.perf_counter()
+            made = product()
+            made.backward(gradient)
+            accelerator.wait_for_device(device)
+            times.append(time.perf_counter() - begun)
+        assert weight.grad is not None
+        return made.detach(), weight.grad, median(times)
+
+    made, learnt, grouped_s = measured(grouped)
+    expected, of_loop, looped_s = measured(looped)
+    torch.testing.assert_close(made, expected, atol=0.5, rtol=2e-2)
+    torch.testing.assert_close(learnt, of_loop, atol=0.5, rtol=2e-2)
+    if bool(learnt[::4].any()):
+        raise RuntimeError("experts without rows have a gradient: pytorch#172439")
+    talk.tell({"grouped_ms": 1e3 * grouped_s, "looped_ms": 1e3 * looped_s, "ratio": looped_s / grouped_s})
 
 
 def learner(talk: Talk, said: dict[str, Any]) -> None:
@@ -241,7 +281,7 @@ def _device(said: dict[str, Any], index: int = 0) -> torch.device:
     return accelerator.CPU if said["device"] == "cpu" else accelerator.use_numbered(index)
 
 
-ROLES = {"checksum": checksum, "nccl_alone": nccl_alone, "learner": learner, "generator": generator}
+ROLES = {each.__name__: each for each in (checksum, nccl_alone, experts, learner, generator)}
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ the policy (backend.py) sleep in place of computing, with lengths of a long tail
     one-step           the first of these, max_staleness 1
     synchronous        the first of these, max_staleness 0
     overhead           a learner whose passes take a given time, with groups always there: what a step takes beyond it
+    …, queued          the same with passes on a device of their own, as a GPU is; in the others the learner's thread
+                       sleeps for them, as a CPU computes
     crowd              1,000 generators of one group each (crowd.py)
 """
 
@@ -47,6 +49,9 @@ BARS = [
     Bar("training_bound", 0.97),
     Bar("synchronous", 0.97),
     Bar("overhead_ms", 5.0, most=True),
+    Bar("training_bound_queued", 0.97),
+    Bar("synchronous_queued", 0.97),
+    Bar("overhead_queued_ms", 5.0, most=True),
     Bar("crowd", 0.95),
 ]
 NAMES = {
@@ -55,6 +60,9 @@ NAMES = {
     "one_step": "generation-bound, max_staleness 1: bound / time",
     "synchronous": "generation-bound, max_staleness 0: bound of one phase at a time / time",
     "overhead_ms": "ms of a step of 512 rollouts beyond its passes",
+    "training_bound_queued": "training-bound, max_staleness 2, queued: bound / time",
+    "synchronous_queued": "generation-bound, max_staleness 0, queued: bound of one phase at a time / time",
+    "overhead_queued_ms": "queued: ms of a step of 512 rollouts beyond its passes",
     "crowd": "1,000 generators: their busy share",
     "crowd_groups_per_s": "groups/s of the 1,000 generators",
 }
@@ -69,11 +77,15 @@ class Arm:
     training_s: float
     max_staleness: int
     versions: int
+    queued: bool = False
 
     def times(self) -> Times:
         tokens = GROUPS * GROUP_SIZE * Times().mean_length()
         return replace(
-            Times(), token_s=self.generation_s * SLOTS / tokens, train_token_s=self.training_s / tokens
+            Times(),
+            token_s=self.generation_s * SLOTS / tokens,
+            train_token_s=self.training_s / tokens,
+            queued=self.queued,
         )
 
 
@@ -85,6 +97,9 @@ def arms(versions: int) -> list[Arm]:
         Arm("one_step", BUSY_S, less, 1, versions),
         Arm("synchronous", BUSY_S, less, 0, versions),
         Arm("overhead_ms", BUSY_S / 6, BUSY_S / 2, 4, versions),
+        Arm("training_bound_queued", less, BUSY_S, 2, versions, queued=True),
+        Arm("synchronous_queued", BUSY_S, less, 0, versions, queued=True),
+        Arm("overhead_queued_ms", BUSY_S / 6, BUSY_S / 2, 4, versions, queued=True),
     ]
 
 
@@ -92,7 +107,7 @@ def measured(arm: Arm, folder: Path) -> float:
     times = arm.times()
     rows = run(arm, times, folder)[SKIPPED:]
     seconds, tokens = (sum(row[name] for row in rows) for name in ("perf/step_s", "train/tokens"))
-    if arm.name == "overhead_ms":
+    if arm.name.startswith("overhead"):
         return 1e3 * median(row["perf/step_s"] - times.train_s(row["train/tokens"]) for row in rows)
     if arm.max_staleness == 0:
         return sum(_synchronous_bound(times, row["version"]) for row in rows) / seconds

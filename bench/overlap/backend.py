@@ -28,10 +28,15 @@ def load(config: Config, models: Collection[str]) -> FsdpBackend:
 
 
 class TimedPolicy:
-    """A `Policy` whose log-probs are the recorded ones. Losses are computed; their gradient is dropped."""
+    """A `Policy` whose log-probs are the recorded ones. Losses are computed; their gradient is dropped.
+
+    A pass takes its time of this thread, as on a CPU; or, if `Times.queued`, of a device that works off what it is
+    given, as a GPU does: then this thread waits for it where a learner on a GPU waits, for the gradient's norm and for
+    the weights after a step.
+    """
 
     def __init__(self, policy: ShardedModel, times: Times) -> None:
-        self._policy, self._times = policy, times
+        self._policy, self._times, self._done_at = policy, times, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
@@ -43,13 +48,23 @@ class TimedPolicy:
         for batch in batches:
             logprobs = batch.behaviour_N.clone().requires_grad_()
             loss(batch, logprobs, torch.zeros_like(logprobs)).backward()
-            time.sleep(self._times.train_token_s * int(batch.loss_mask_N.sum()))
+            self._work(self._times.train_token_s * int(batch.loss_mask_N.sum()))
+
+    def _work(self, seconds: float) -> None:
+        self._done_at = max(self._done_at, time.monotonic()) + seconds
+        if not self._times.queued:
+            self._wait()
+
+    def _wait(self) -> None:
+        time.sleep(max(0.0, self._done_at - time.monotonic()))
 
     def gradient_norm(self, scale: float) -> float:
+        self._wait()
         return scale
 
     def optimizer_step(self, scale: float, lr: float) -> float:
-        time.sleep(self._times.step_s)
+        self._work(self._times.step_s)
+        self._wait()
         return scale
 
     def forget_gradients(self) -> None:

@@ -27,7 +27,8 @@ VARIABLE = "ASYNCRL_BENCH_TIMES"
 class Times:
     """Lengths are log-normal, cut off at `longest`: median `median` tokens, log(length) with deviation `spread`.
 
-    With spread 1, one sample in a hundred is ten times as long as the median.
+    With spread 1, one sample in a hundred is ten times as long as the median. queued: whether the learner's passes run
+    on a device beside its thread, as on a GPU, or in its thread, as on a CPU
     """
 
     median: float = 24.0
@@ -36,6 +37,7 @@ class Times:
     token_s: float = 0.01
     train_token_s: float = 0.0
     step_s: float = 0.0
+    queued: bool = False
 
     @classmethod
     def of_this_process(cls) -> Self:

@@ -216,6 +216,8 @@ def write_hf_configs(folder: Path, causal_lm: PreTrainedModel, config: Config) -
     `tasks.chat_template`."""
     model_path, template = config.model.path, config.tasks.chat_template
     shutil.rmtree(folder / "sharded", ignore_errors=True)
+    if hasattr(causal_lm.config, "quantization_config"):  # of the checkpoint that the run began from
+        del causal_lm.config.quantization_config
     causal_lm.config.save_pretrained(folder)
     if causal_lm.can_generate() and causal_lm.generation_config is not None:
         causal_lm.generation_config.save_pretrained(folder)

@@ -5,14 +5,15 @@
 
 Every local tensor is boxes of checkpoint parameters, one after another along its first dimension; rows left at its
 end pad the vocabulary. So a shard is a list of boxes, and each is a view of it. Formats: megatron/core/models/gpt
-and transformer/{attention,mlp,moe} of Megatron-core 0.16, local and Transformer Engine names, and
-learner/backends/megatron/experts.py. No torch here.
+and transformer/{attention,mlp,moe} of Megatron-core 0.16, local and Transformer Engine names, and experts.py and
+layers.py of learner/backends/megatron. Attention from latents has its maps to latents whole on every rank, as
+Transformer Engine and layers.py have them; Megatron's local layer cuts them, and is refused. No torch here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -148,6 +149,9 @@ class MegatronPlace:
 class RowTable(Protocol):
     """A tensor or an array, of which a slice is a view."""
 
+    @property
+    def shape(self) -> Sequence[int]: ...
+
     def __getitem__(self: T, rows: slice, /) -> T: ...
 
 
@@ -159,7 +163,7 @@ def checkpoint_views(
 ) -> tuple[dict[str, ParamLayout], dict[str, list[R]]]:
     """A chunk's local parameters → (its layout, and the view of each box) in checkpoint names.
 
-    Raises WeightSyncError for a parameter that is not known here.
+    Raises WeightSyncError for a parameter that is not known here, or of another shape.
     """
     parts: dict[str, list[MegatronPart]] = {}
     views: dict[str, list[R]] = {}
@@ -167,8 +171,14 @@ def checkpoint_views(
         start = 0
         for part in megatron_parts(name, gpt, place):
             stop = start + part.box.shape[0]
+            view = tensor[start:stop]
+            if tuple(view.shape) != part.box.shape:
+                raise WeightSyncError(
+                    f"parameter {name} of Megatron: {tuple(tensor.shape)} at {place}, where {part.name} has a part of "
+                    f"{part.box.shape}"
+                )
             parts.setdefault(part.name, []).append(part)
-            views.setdefault(part.name, []).append(tensor[start:stop])
+            views.setdefault(part.name, []).append(view)
             start = stop
     layout = {
         name: ParamLayout(found[0].shape, dtype, tuple(part.box for part in found))

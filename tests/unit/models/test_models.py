@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.config.schema import Config, EvaluationConfig, ModelConfig, TasksConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from asyncrl.learner.backends.storage import write_hf_configs
+from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config, load_tokenizer
 from asyncrl.models.prompts import encode_prompt, policy_tokenizer
 from asyncrl.types import Task
 
@@ -44,6 +47,48 @@ def test_a_folder_without_weights_starts_from_its_seed(folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def quantize(folder: Path, method: str) -> dict[str, torch.Tensor]:
+    """Save a model there whose linear maps are in 8 bits, with a scale for each; the weights that they stand for."""
+    load_causal_lm(ModelConfig(path=str(folder)), seed=1).save_pretrained(folder)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    saved: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        saved[name] = whole[name] = tensor
+        if name.endswith("proj.weight"):
+            scale = tensor.abs().max() / 400
+            saved[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            saved[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            whole[name] = saved[name].float() * scale
+    save_file(saved, file, metadata={"format": "pt"})
+    settings = {"quant_method": method, "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    return whole
+
+
+def test_quantized_weights_are_converted_also_where_the_gpu_could_multiply_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = quantize(folder, "fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    loaded = load_causal_lm(ModelConfig(path=str(folder)), seed=0)
+    found = checkpoint_tensors(loaded)
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-2)
+    write_hf_configs(folder / "out", loaded, Config(model=ModelConfig(path=str(folder))))
+    assert "quantization_config" not in json.loads((folder / "out" / "config.json").read_text())
+
+
+def test_weights_that_cannot_be_converted_are_refused(folder: Path) -> None:
+    quantize(folder, "gptq")
+    with pytest.raises(ConfigError, match=r"model\.path = .*quantized by gptq, which cannot be trained"):
+        load_causal_lm(ModelConfig(path=str(folder)), seed=0)
 
 
 def test_saved_weights_are_loaded_in_the_dtype_of_the_config(folder: Path) -> None:

@@ -30,7 +30,8 @@ class Router(NamedTuple):
     experts_per_token  chosen of all experts
     sigmoid            scores are sigmoids, to which a bias is added for the choice; else softmax, without a bias
     renormalised       whether the chosen experts' weights add up to 1, before they are scaled
-    groups, chosen     experts are in groups, of which a token first chooses those with the highest two scores
+    groups, chosen     experts are in groups, of which a token first chooses some: those with the highest sums of their
+                       two highest scores
     scale              of the weights
     """
 
@@ -88,7 +89,7 @@ def architecture(config: Any, key: str, path: str) -> Architecture:
     gpt = _gpt(config, mixture)
     router = _router(config) if mixture is not None else None
     if router is not None:
-        _check_router(router, key, path)
+        _check_router(router, gpt, key, path)
     return Architecture(
         gpt,
         config.rms_norm_eps,
@@ -131,7 +132,7 @@ def _scaling(config: Any, gpt: Gpt) -> float:
     if gpt.latent is None:
         return float(gpt.head_dim**-0.5)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    factor, all_dim = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
+    factor, all_dim = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
     stretched = rope.get("rope_type", "default") != "default" and factor > 1
     return float(gpt.latent.head**-0.5 * ((0.1 * all_dim * math.log(factor) + 1) ** 2 if stretched else 1.0))
 
@@ -161,24 +162,30 @@ def _router(config: Any) -> Router:
     return Router(chosen, True, renormalised, *groups, config.routed_scaling_factor)
 
 
-def _check_router(router: Router, key: str, path: str) -> None:
-    """Raises ConfigError for a router of sigmoids that Megatron computes otherwise."""
+def _check_router(router: Router, gpt: Gpt, key: str, path: str) -> None:
+    """Raises ConfigError for a router of sigmoids that Megatron computes otherwise, or that chooses of no groups."""
     if not router.sigmoid:
         return
-    rule = "has sigmoid routers whose weights are not renormalised, or of one expert, which Megatron computes otherwise"
-    require(router.renormalised and router.experts_per_token > 1, key, path, rule, REMEDY)
+    rule = "has routers whose weights are not renormalised, and Megatron renormalises those of sigmoids"
+    require(router.renormalised, key, path, rule, REMEDY)
+    rule = "has routers that choose one expert, whose weight Megatron does not renormalise"
+    require(router.experts_per_token > 1, key, path, rule, REMEDY)
+    if router.groups == router.chosen:
+        return
+    experts = gpt.mixture.experts if gpt.mixture is not None else 0
+    rule = f"has {experts} experts in {router.groups} groups, where a group has two or more, and all have as many"
+    require(experts % router.groups == 0 and experts >= 2 * router.groups, key, path, rule, REMEDY)
     rule = (
         f"chooses {router.chosen} of {router.groups} groups for {router.experts_per_token} experts; Megatron takes "
         "half as many groups as experts"
     )
-    fits = router.groups == router.chosen or router.experts_per_token // router.chosen == 2
-    require(fits, key, path, rule, REMEDY)
+    require(router.experts_per_token // router.chosen == 2, key, path, rule, REMEDY)
 
 
 def _has_experts(config: Any, layer: int) -> bool:
     """Qwen's mixtures may have dense layers between those with experts, DeepSeek's have some before them."""
     if config.model_type == LATENT:
-        return layer >= config.first_k_dense_replace
+        return layer >= (config.first_k_dense_replace or 0)
     every = getattr(config, "decoder_sparse_step", 1)
     return layer not in (getattr(config, "mlp_only_layers", None) or ()) and (layer + 1) % every == 0
 

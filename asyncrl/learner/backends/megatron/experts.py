@@ -4,8 +4,8 @@
     fc1   gate and up of expert 0 ▁ of expert 1 ▁ …     [e · 2F, D]
     fc2   down of expert 0 ▁ of expert 1 ▁ …            [e · D, F]
 
-Megatron's own grouped experts need TransformerEngine or the package grouped_gemm. torch's grouped_mm needs neither; on
-a GPU of compute capability 8.0 or more it is one kernel in bfloat16.
+Megatron's own grouped experts need TransformerEngine or the package grouped_gemm. torch's grouped_mm needs neither. In
+bfloat16 it is one kernel on Hopper and on Blackwell's B200, and a loop elsewhere.
 
 Axes:  M rows: a token for each of its experts · e experts on this rank · D hidden size · F rows of this rank of an
 expert's gate
@@ -22,6 +22,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+from asyncrl.device.copies import on_device
 
 
 class GroupedExperts(MegatronModule):
@@ -48,7 +50,7 @@ class GroupedExperts(MegatronModule):
         return made
 
     def forward(self, rows_MD: Tensor, counts_e: Tensor, weight_M: Tensor) -> tuple[Tensor, None]:
-        ends_e = counts_e.cumsum(0).to(rows_MD.device, torch.int32)
+        ends_e = on_device(counts_e.cumsum(0).int(), rows_MD.device)
         gate_MF, up_MF = self._product(rows_MD, self.grouped_fc1, ends_e).chunk(2, -1)
         inner_MF = (F.silu(gate_MF) * up_MF * weight_M[:, None]).to(rows_MD.dtype)
         return self._product(inner_MF, self.grouped_fc2, ends_e), None

@@ -18,6 +18,9 @@ from asyncrl.config.sections.learner import ParallelConfig
 from asyncrl.learner.parallel.mesh import check_context, layers_of
 from asyncrl.sync.layout.megatron import Gpt, MegatronPlace
 
+ALIGNED = 8
+"""Elements of bfloat16 in the 16 bytes whose multiples torch's grouped products take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -131,6 +134,10 @@ def check_model(found: Grid, gpt: Gpt, parallel: ParallelConfig) -> None:
         _divides("expert", found.expert, "experts", experts)
         _divides("tensor", found.expert_tensor, "rows of an expert", gpt.mixture.ffn)
         _divides("tensor", found.tensor, "rows of the shared expert", gpt.mixture.shared)
+        rows = gpt.mixture.ffn // found.expert_tensor
+        rule = f"leaves {rows} of an expert's rows on a process, and torch's grouped_mm takes multiples of {ALIGNED}"
+        remedy = "set learner.parallel.expert to share out whole experts, or learner.backend=fsdp"
+        require(rows % ALIGNED == 0, "learner.parallel.tensor", found.tensor, rule, remedy)
         rule = "must be true in a model with experts whose matrices are shared: Megatron requires it"
         remedy = "set learner.parallel.sequence=true"
         require(found.tensor == 1 or found.sequence, "learner.parallel.sequence", False, rule, remedy)

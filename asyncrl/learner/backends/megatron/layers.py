@@ -59,8 +59,8 @@ class Packed:
         context: ContextParallel | None = None,
         source_N: Tensor | None = None,
     ) -> Packed:
-        """Pad a batch on the CPU, without repeated tokens, to `tokens` with documents without loss: a multiple of all
-        ranks that share them. context, source_N: see `Documents`"""
+        """Pad a batch on the CPU, without repeated tokens, to `tokens` with documents without loss. tokens: a multiple
+        of the ranks that share them · context, source_N: see `Documents`"""
         fill = tokens - computed_tokens(batch, source_N)
         extra = [FILL_TOKENS] * (fill // FILL_TOKENS) + [fill % FILL_TOKENS] * (fill % FILL_TOKENS > 0)
         position_ids_N = torch.cat([batch.position_ids_N, *(torch.arange(n) for n in extra)])
@@ -79,8 +79,10 @@ class Packed:
         """Queries or keys, rotated by their positions. interleaved: the two columns of a pair are neighbours, else they
         are half a head apart; in the result they are half a head apart."""
         cos_n1E, sin_n1E = (cast(Tensor, each)[:, None] for each in (self.cos_nE, self.sin_nE))
-        left, right = (x_nHE[..., 0::2], x_nHE[..., 1::2]) if interleaved else x_nHE.chunk(2, -1)
-        return torch.cat([left, right], -1) * cos_n1E + torch.cat([-right, left], -1) * sin_n1E
+        if interleaved:
+            x_nHE = torch.cat([x_nHE[..., 0::2], x_nHE[..., 1::2]], -1)
+        left, right = x_nHE.chunk(2, -1)
+        return x_nHE * cos_n1E + torch.cat([-right, left], -1) * sin_n1E
 
 
 class RmsNorm(nn.Module):
@@ -112,7 +114,7 @@ class DocumentAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
     ) -> Tensor:
         q_nHE, k_nHE = (packed_seq_params.rotated(x[:, 0]) for x in (query, key))
-        return attention(q_nHE, k_nHE, value[:, 0], packed_seq_params, self._scaling, self._window)
+        return attention(self, q_nHE, k_nHE, value[:, 0], packed_seq_params, self._scaling, self._window)
 
 
 class LatentAttention(MegatronModule):
@@ -160,7 +162,7 @@ class LatentAttention(MegatronModule):
         q_nHR, k_n1R = (packed_seq_params.rotated(x, self._interleaved) for x in (q_nHR, k_n1R))
         q_nHE = torch.cat([plain_nHE, q_nHR], -1)
         k_nHE = torch.cat([k_nHE, k_n1R.expand(-1, k_nHE.shape[1], -1)], -1)
-        return self.linear_proj(attention(q_nHE, k_nHE, v_nHV, packed_seq_params, self._scaling))
+        return self.linear_proj(attention(self, q_nHE, k_nHE, v_nHV, packed_seq_params, self._scaling))
 
     def _queries(self, hidden_s1D: Tensor) -> Tensor:
         """[n, H, E]"""
@@ -201,6 +203,7 @@ class WholeLinear(nn.Module):
 
 
 def attention(
+    module: nn.Module,
     q_nHE: Tensor,
     k_nKE: Tensor,
     v_nKV: Tensor,
@@ -211,6 +214,6 @@ def attention(
     """[n, 1, H · V]: attention within each document. window: the number of keys that a query attends to; None: all"""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_nHE, k_nKE, v_nKV))
     out_1nHV, _ = packed_attention(
-        nn.Identity(), q, k, v, None, documents=packed.documents, scaling=scaling, sliding_window=window
+        module, q, k, v, None, documents=packed.documents, scaling=scaling, sliding_window=window
     )
     return out_1nHV[0].flatten(1)[:, None]

@@ -270,6 +270,13 @@ def test_views_share_memory_with_the_shard() -> None:
     )
 
 
+def test_a_shard_of_another_shape_is_refused() -> None:
+    """Megatron's own layer cuts the maps to latents over tp."""
+    cut = {"decoder.layers.0.self_attention.linear_kv_down_proj.weight": np.zeros((4, 6), np.float32)}
+    with pytest.raises(WeightSyncError, match=r"linear_kv_down_proj.*\(4, 6\) at .* a part of \(7, 6\)"):
+        checkpoint_views(cut, "float32", LATENT, MegatronPlace(tp=(0, 2)))
+
+
 def test_interleaved_stages_take_turns() -> None:
     chunks = [list(place.layers(DENSE)) for place in places(pp=2, vpp=2)]
     assert chunks == [[0], [2], [1], [3]], "rank 0 has the chunks 0 and 2, rank 1 the chunks 1 and 3"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.config.rules import check_section
 from asyncrl.config.schema import Config, ModelConfig, SyncConfig
 from asyncrl.config.sections.generator import GeneratorConfig, VllmConfig
-from asyncrl.config.sections.learner import LearnerConfig
+from asyncrl.config.sections.learner import LearnerConfig, ParallelConfig
 from asyncrl.config.sections.placement import PlacementConfig
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
@@ -71,6 +71,23 @@ def test_a_generator_rank_by_hand() -> None:
     chunk = (64 << 20) + 2 * 4000 * 1000
     assert (of(parts, "staging"), of(parts, "buckets")) == (0, 3 * chunk), "of whole parameters"
     assert of(parts, "checksum") == 0, "nothing is hashed"
+
+
+def test_a_megatron_rank_by_hand() -> None:
+    """Two stages, two that share matrices, experts over four; the other ranks have copies of weights and gradients."""
+    expert, dense = ("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.o_proj.weight")
+    model = ModelCost({expert: ((80, 10), "bfloat16"), dense: ((40, 10), "bfloat16")}, Heads(0, 0, 1))
+    parallel = ParallelConfig(pipeline=2, tensor=2, expert=4)
+    config = Config(
+        model=ModelConfig(path="x", dtype="bfloat16"),
+        learner=LearnerConfig(backend="megatron", processes=16, parallel=parallel),
+    )
+    parts = learner_memory(config, model, PoolShape(fsdp=16), streams=1)
+    held = 800 // 8 + 400 // 4
+    assert of(parts, "weights") == 2 * held
+    shard = 5 * 10 + 3 * 10  # the rows of the first of 16 ranks
+    assert of(parts, "masters, gradients, Adam") == 4 * held + 12 * shard
+    assert not any("offload" in part.frees for part in parts), "it has none"
 
 
 def test_a_learner_rank_by_hand() -> None:

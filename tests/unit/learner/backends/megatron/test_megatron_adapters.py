@@ -49,7 +49,7 @@ OF_TWO: dict[str, Case] = {
     "expert": ("qwen3_moe", {"expert": 2}, ATTENTION),
     "shared expert tensor": ("qwen2_moe", {"tensor": 2, "expert": 2}, ALL),
     "context": ("qwen3", {"context": 2}, ALL),
-    "latent": ("deepseek_v3", {"tensor": 2, "expert": 2}, LATENT),
+    "latent": ("deepseek_v3", {"tensor": 2, "expert": 2}, (*LATENT, *ALL[4:])),
     "latent expert": ("deepseek_v3_plain", {"expert": 2}, ("q_proj", "kv_b_proj")),
 }
 OF_FOUR: dict[str, Case] = {
@@ -58,6 +58,8 @@ OF_FOUR: dict[str, Case] = {
     "tensor pipeline expert": ("qwen3_moe", {"tensor": 2, "pipeline": 2, "expert": 2}, ATTENTION),
 }
 EVERY = QUICK | OF_TWO | OF_FOUR
+BESIDE_PEFT = ("latent",)
+"""PEFT 0.21 takes an adapter of a feed-forward layer for one of experts where a model has both, and drops it."""
 RANDOM = ("sequence", "pipeline tied")
 BESIDE = ("reference",)
 
@@ -167,9 +169,10 @@ def exported(folder: Path, case: str, whole: dict[str, Any], said_N: torch.Tenso
     merged = AutoModelForCausalLM.from_pretrained(folder / f"{case} exported").eval()
     base = AutoModelForCausalLM.from_pretrained(folder / EVERY[case][0]).eval()
     beside = PeftModel.from_pretrained(base, folder / f"{case} exported" / ADAPTER).eval()
+    models = [merged] if case in BESIDE_PEFT else [merged, beside]
     first = batch.segment_lengths[0]
     mask = batch.loss_mask_N[1:first]
-    for model in (merged, beside):
+    for model in models:
         with torch.no_grad():
             logits = model(batch.token_ids_N[None, :first]).logits[0, :-1] / batch.temperature_R[0]
         logp = logits.log_softmax(-1).gather(-1, batch.token_ids_N[1:first, None])[:, 0]

@@ -123,8 +123,9 @@ def test_what_megatron_is_not_asked_for_is_refused(world: int, parallel: dict[st
         (5, {"pipeline": 5}, None, "4 layers"),
         (4, {"tensor": 4}, None, "2 key heads"),
         (2, {"expert": 2}, None, "the model has none"),
-        (2, {"expert": 2}, Mixture(3, 4), "3 experts"),
-        (2, {"tensor": 2, "sequence": False}, Mixture(2, 4), "Megatron requires it"),
+        (2, {"expert": 2}, Mixture(3, 8), "3 experts"),
+        (2, {"tensor": 2, "sequence": False}, Mixture(2, 16), "Megatron requires it"),
+        (2, {"tensor": 2}, Mixture(2, 24), "leaves 12 of an expert's rows"),
         (8, {"context": 8}, None, "4 attention heads"),
         (8, {"context": 4, "tensor": 2}, None, "2 attention heads"),
     ],
@@ -183,7 +184,9 @@ def test_without_yarn_scores_are_divided_by_the_root_of_a_head_alone(tmp_path: P
     ("router", "why"),
     [
         ({"norm_topk_prob": False}, "not renormalised"),
-        ({"num_experts_per_tok": 1}, "of one expert"),
+        ({"num_experts_per_tok": 1}, "that choose one expert"),
+        ({"n_routed_experts": 12, "n_group": 8}, "12 experts in 8 groups"),
+        ({"n_routed_experts": 64, "n_group": 64}, "64 experts in 64 groups"),
         ({"n_group": 8, "topk_group": 4, "num_experts_per_tok": 4}, "4 of 8 groups for 4 experts"),
     ],
 )
@@ -192,6 +195,14 @@ def test_routers_that_megatron_computes_otherwise_are_refused(router: dict[str, 
         architecture(DeepseekV3Config(**router), "model.path", "there")
     kept = DeepseekV3Config(n_group=1, topk_group=1, num_experts_per_tok=6)
     assert architecture(kept, "model.path", "there").router == Router(6, True, scale=2.5)
+
+
+def test_keys_that_are_null_count_as_left_out(tmp_path: Path) -> None:
+    write_model(tmp_path, "deepseek_v3")
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.rope_parameters["mscale_all_dim"] = config.first_k_dense_replace = None
+    found = architecture(config, "model.path", "there")
+    assert (found.scaling, found.mixed) == (20**-0.5, (True,) * 4)
 
 
 def test_sliding_windows_are_of_the_layers_that_have_them() -> None:
