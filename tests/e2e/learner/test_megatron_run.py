@@ -26,6 +26,7 @@ pytestmark = [
 HOOK = Path(__file__).parents[1] / "megatron_hook"
 WORDS = ("queue.max_staleness=0", LENGTH)
 ADAPTERS = ("model.lora.rank=4",)  # which alone travel to the generator
+AGAIN = ("learner.activation_checkpointing=layers",)
 TWO_RANKS = ("learner.backend=megatron", "learner.processes=2", "run.versions=2")
 
 
@@ -36,14 +37,14 @@ def run_of(config_file: Path, *words: str, executed: bool = False) -> Path:
 
 @pytest.mark.parametrize(
     ("axis", "words"),
-    [("tensor", ()), ("pipeline", ADAPTERS)],
-    ids=["tensor", "pipeline and adapters"],
+    [("tensor", ()), ("pipeline", ADAPTERS), ("context", AGAIN)],
+    ids=["tensor", "pipeline and adapters", "context"],
 )
 def test_one_loop_trains_either_backend(config_file: Path, axis: str, words: tuple[str, ...]) -> None:
-    """Two ranks that share each matrix, or the layers, publish their weights, save, and leave a model that scores; then
-    the other backend goes on from their checkpoint, with one process. Every flip's weights are hashed, and every
-    version's tokens compared with the learner's log-probs: what Megatron publishes is what it computes with. No process
-    is forked, so that each begins with the shim."""
+    """Two ranks that share each matrix, the layers or the tokens publish their weights, save, and leave a model that
+    scores; then the other backend goes on from their checkpoint, with one process. Every flip's weights are hashed, and
+    every version's tokens compared with the learner's log-probs: what Megatron publishes is what it computes with. No
+    process is forked, so that each begins with the shim."""
     path = os.pathsep.join([str(HOOK), *filter(None, [processes.ENV.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(processes.ENV, "PYTHONPATH", path)
