@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.config.schema import Config, EvaluationConfig, ModelConfig, TasksConfig
 from asyncrl.errors import ConfigError
@@ -81,7 +81,14 @@ def test_quantized_weights_are_converted_also_where_the_gpu_could_multiply_them(
     for name, tensor in whole.items():
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-2)
-    write_hf_configs(folder / "out", loaded, Config(model=ModelConfig(path=str(folder))))
+
+
+def test_an_export_of_them_is_a_plain_model(folder: Path) -> None:
+    quantize(folder, "fp8")
+    model = ModelConfig(path=str(folder))
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(load_model_config(model))
+    write_hf_configs(folder / "out", causal_lm, Config(model=model))
     assert "quantization_config" not in json.loads((folder / "out" / "config.json").read_text())
 
 
