@@ -25,6 +25,12 @@ def _show_config(arguments: Arguments) -> int:
 
         preflight(config)
     print(f"{arguments.config}: valid; --print shows every key")
+    if not arguments.rules_only and config.learner.own_backend is None:
+        from rich.console import Console
+
+        from asyncrl.launch.memory import placed_pools, placement_table
+
+        Console().print(placement_table(placed_pools(config)))
     return 0
 
 
@@ -50,7 +56,8 @@ COMMANDS: dict[str, Command] = {
         "check a configuration, or explain it",
         "Read a configuration with its includes and overrides, check every rule, and look whether the data, models, "
         "functions and GPUs that it names are here and fit, without starting anything. Keys that would do nothing are "
-        "named. --print and --rules-only leave the looking out.",
+        "named. A table shows which pool has which devices, and the memory that a rank needs. --print and --rules-only "
+        "leave the looking and the table out.",
         "asyncrl config configs/recipes/demo.yaml queue.max_staleness=4 --print",
         (
             option("--print", action="store_true", help="show every key, its value and what it is for"),

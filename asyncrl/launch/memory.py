@@ -1,18 +1,40 @@
-"""The memory of a run's ranks against their devices: a table of `asyncrl sync plan`, and a check before a start."""
+"""The memory of a run's ranks against their devices: tables of `asyncrl config` and `asyncrl sync plan`, and a check
+before a start."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from rich.table import Table
 
 from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.generator import errors_of_pool
+from asyncrl.config.sections.generator import errors_of_pool, key_of_pool
+from asyncrl.config.sections.models import LoraConfig
+from asyncrl.config.sections.placement import REWARDS
 from asyncrl.generator.engines.vllm import vllm_memory
+from asyncrl.learner.models.networks import blueprint
+from asyncrl.learner.training import requirements
 from asyncrl.models.adapters import adapter_shapes
+from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.sync.layout.layout import ITEM_BYTES, Layout, whole_layout
 from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.plan.cost_model import ModelCost, PoolShape, generator_layout, learner_layout
 from asyncrl.sync.tensors.budget import MemoryPart, learner_parts, total
+
+LARGEST = 3
+"""Parts of a rank's memory that the table of `asyncrl config` names."""
+
+
+def learner_pool(config: Config) -> PoolShape:
+    """`learner.processes` on the axes of `learner.parallel`. Contexts and stages count as shards: their processes send
+    as much, if not the same. So do Megatron's data ranks, which have copies: each sends a part."""
+    parallel = config.learner.parallel
+    shards = max(1, config.learner.processes // (parallel.replicate * parallel.tensor))
+    return PoolShape(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)
 
 
 def generator_pool(config: Config) -> PoolShape:
@@ -92,3 +114,88 @@ def check_memory(config: Config, model: ModelCost, learner: PoolShape, device_by
             ranks = generator_memory(of_pool, model, pool, config.learner.processes, device_bytes)
             with errors_of_pool(name):
                 vllm_memory.check_rank_memory(of_pool, ranks, device_bytes)
+
+
+# ---- the table of `asyncrl config`
+
+
+class PlacedPool(NamedTuple):
+    """Processes with the same part in a run.
+
+    ranks    "8", or "2 × 4" where each of two processes has four
+    devices  CUDA_VISIBLE_DEVICES of all of them; None: as the shell has it
+    memory   of one rank, without activations; empty where no model is known
+    """
+
+    name: str
+    ranks: str
+    devices: str | None
+    memory: list[MemoryPart]
+
+
+def placed_pools(config: Config) -> Iterator[PlacedPool]:
+    """The pools of a run that have devices. Only config.json of each model is read. Raises ConfigError as
+    `checkpoint_shapes`."""
+    cost, learner = ModelCost(*checkpoint_shapes(config.model)), config.learner
+    generators = {name: config.of_pool(name) for name in config.generator_pools}
+    pools = {name: generator_pool(of_pool) for name, of_pool in generators.items()}
+    streams = sum(pool.count * pool.tp for pool in pools.values())
+    parts = learner_memory(config, cost, learner_pool(config), streams)
+    beside = [_model_part(name, config, learner_pool(config)) for name in sorted(_held_by_learner(config))]
+    yield PlacedPool("learner", str(learner.processes), learner.devices, [*parts, *beside])
+    for name, of_pool in generators.items():
+        ours, pool = of_pool.generator, pools[name]
+        ranks = f"{pool.count}" if pool.tp == 1 else f"{pool.count} × {pool.tp}"
+        memory = [] if ours.behind_http else generator_memory(of_pool, cost, pool, learner.processes, None)
+        yield PlacedPool(key_of_pool(name), ranks, ours.devices, memory)
+    for name, place in config.placement.pools.items():
+        ranks = f"{place.processes}" if place.ranks == 1 else f"{place.processes} × {place.ranks}"
+        memory = [] if name == REWARDS else [_model_part(name, config, PoolShape(fsdp=place.ranks))]
+        yield PlacedPool(config.placement.key_of(name), ranks, place.devices, memory)
+
+
+def placement_table(pools: Iterable[PlacedPool]) -> Table:
+    table = Table(
+        "pool",
+        "ranks",
+        "devices",
+        "memory of a rank",
+        "its largest parts",
+        title="Placement",
+        title_justify="left",
+        box=None,
+    )
+    for name, ranks, devices, memory in pools:
+        largest = sorted((part for part in memory if part.bytes), key=lambda part: -part.bytes)[:LARGEST]
+        parts = ", ".join(f"{part.name} {of_bytes(part.bytes)}" for part in largest)
+        seen = "as the shell has it" if devices is None else devices or "none"
+        table.add_row(name, ranks, seen, of_bytes(total(memory)) if memory else "unknown", parts)
+    return table
+
+
+def of_bytes(count: float) -> str:
+    """In powers of 1000, with three digits.
+
+    >>> [of_bytes(count) for count in (0, 999, 12_340, 1.5e12)]
+    ['0 B', '999 B', '12.3 kB', '1.5 TB']
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _held_by_learner(config: Config) -> set[str]:
+    """The models beside the policy that have memory of their own in the learner's processes."""
+    over_base = config.model.lora.rank > 0 and config.reference.path is None
+    return set(requirements.colocated(config)) - ({"reference"} if over_base else set())
+
+
+def _model_part(name: str, config: Config, pool: PoolShape) -> MemoryPart:
+    """A model beside the policy: its weights, with the state of its training if it learns, over the ranks of `pool`."""
+    plan = blueprint(name, config)
+    model = replace(config.model, path=plan.path, lora=LoraConfig())
+    layout = learner_layout(ModelCost(*checkpoint_shapes(model)), pool).largest.values()
+    state = 16 if plan.optimizer is not None else 0
+    return MemoryPart(name, sum(param.bytes + state * param.elements for param in layout))

@@ -152,8 +152,7 @@ def _check_memory(config: Config) -> None:
 
     if (device_bytes := accelerator.total_bytes()) is None:
         return
-    from asyncrl.launch.memory import check_memory
-    from asyncrl.launch.sync_plan import learner_pool
+    from asyncrl.launch.memory import check_memory, learner_pool
     from asyncrl.models.loading import checkpoint_shapes
     from asyncrl.sync.plan.cost_model import ModelCost
 

@@ -11,12 +11,18 @@ from asyncrl.config.sections.generator import key_of_pool, text_of_pool
 from asyncrl.device import accelerator
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines.vllm.vllm_memory import granted_bytes
-from asyncrl.launch.memory import generator_memory, generator_pool, learner_memory, sent_cost
+from asyncrl.launch.memory import (
+    generator_memory,
+    generator_pool,
+    learner_memory,
+    learner_pool,
+    of_bytes,
+    sent_cost,
+)
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.sync.plan.cost_model import (
     CostEstimate,
     ModelCost,
-    PoolShape,
     Speeds,
     Spread,
     forecast,
@@ -86,18 +92,10 @@ def _plan_lines(
     yield from (f"{name:{width}}  {value}" for name, value in rows)
 
 
-def learner_pool(config: Config) -> PoolShape:
-    """`learner.processes` on the axes of `learner.parallel`. Contexts and stages count as shards: their processes send
-    as much, if not the same. So do Megatron's data ranks, which have copies: each sends a part."""
-    parallel = config.learner.parallel
-    shards = max(1, config.learner.processes // (parallel.replicate * parallel.tensor))
-    return PoolShape(replicate=parallel.replicate, fsdp=shards, tp=parallel.tensor, ep=parallel.expert)
-
-
 def _rows(made: CostEstimate, config: Config) -> Iterator[TableRow]:
     sync = config.sync
     what = "adapters" if config.model.lora.travels else "model"
-    yield what, f"{made.parameters} parameters, {_bytes(made.bytes)} in {config.model.dtype}"
+    yield what, f"{made.parameters} parameters, {of_bytes(made.bytes)} in {config.model.dtype}"
     yield "learner", f"{made.learner_ranks} ranks, each holds {_spread(made.held)}"
     yield "generators", f"{made.generators} of {made.generator_ranks} ranks"
     if sync.backend == "vllm":
@@ -124,33 +122,33 @@ def _rows(made: CostEstimate, config: Config) -> Iterator[TableRow]:
 def _broadcast_rows(made: CostEstimate, gb_s: float) -> Iterator[TableRow]:
     """The rows of a run with sync.backend=vllm."""
     one_s = made.bytes / (1e9 * gb_s)
-    yield "a generator rank takes", f"{_bytes(made.bytes)}, all of the model"
-    yield "whole copy", f"{_bytes(made.bytes)} in the memory of learner rank 0's host"
+    yield "a generator rank takes", f"{of_bytes(made.bytes)}, all of the model"
+    yield "whole copy", f"{of_bytes(made.bytes)} in the memory of learner rank 0's host"
     yield "predicted time", f"{2 * one_s:.2f} s the first, {(1 + made.generators) * one_s:.2f} s the last"
     yield "  a pause", f"{one_s:.2f} s, at {gb_s:g} GB/s a rank (sync.network_gb_s)"
 
 
 def _memory_rows(whose: str, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[TableRow]:
-    of_device = "" if device_bytes is None else f" of {_bytes(device_bytes)}"
+    of_device = "" if device_bytes is None else f" of {of_bytes(device_bytes)}"
     fits = device_bytes is None or total(parts) < device_bytes
     yield (
         f"memory of a {whose} rank",
-        f"{_bytes(total(parts))}{of_device}, without activations{'' if fits else ': does not fit'}",
+        f"{of_bytes(total(parts))}{of_device}, without activations{'' if fits else ': does not fit'}",
     )
     for part in parts:
-        yield f"  {part.name}", f"{_bytes(part.bytes)}{f' ({part.frees})' if part.frees else ''}"
+        yield f"  {part.name}", f"{of_bytes(part.bytes)}{f' ({part.frees})' if part.frees else ''}"
 
 
 def _cache_rows(config: Config, parts: Sequence[MemoryPart], device_bytes: int | None) -> Iterator[TableRow]:
     ours = config.generator.vllm
     if ours.kv_cache_mb is not None:
-        yield "  KV cache", f"{_bytes(ours.kv_cache_mb << 20)} (generator.vllm.kv_cache_mb)"
+        yield "  KV cache", f"{of_bytes(ours.kv_cache_mb << 20)} (generator.vllm.kv_cache_mb)"
     elif device_bytes is not None:
         left = granted_bytes(config, device_bytes) - total(parts)
         share = "generator.vllm.gpu_memory_share"
         yield (
             "  KV cache, activations",
-            f"{_bytes(left)}: the rest of {share}" if left > 0 else f"0 B: {share} leaves no KV cache",
+            f"{of_bytes(left)}: the rest of {share}" if left > 0 else f"0 B: {share} leaves no KV cache",
         )
 
 
@@ -159,18 +157,5 @@ def _device_bytes() -> int | None:
 
 
 def _spread(spread: Spread) -> str:
-    least, most = _bytes(spread.least), _bytes(spread.most)
-    return most if least == most else f"{least} to {most}, mean {_bytes(spread.mean)}"
-
-
-def _bytes(count: float) -> str:
-    """In powers of 1000, with three digits.
-
-    >>> [_bytes(count) for count in (0, 999, 12_340, 1.5e12)]
-    ['0 B', '999 B', '12.3 kB', '1.5 TB']
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    least, most = of_bytes(spread.least), of_bytes(spread.most)
+    return most if least == most else f"{least} to {most}, mean {of_bytes(spread.mean)}"

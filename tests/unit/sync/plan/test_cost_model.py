@@ -8,8 +8,8 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.memory import generator_memory, learner_memory, sent_cost
-from asyncrl.launch.sync_plan import _broadcast_rows, learner_pool, print_plan
+from asyncrl.launch.memory import generator_memory, learner_memory, learner_pool, sent_cost
+from asyncrl.launch.sync_plan import _broadcast_rows, print_plan
 from asyncrl.sync.layout.predicted_sharding import Heads
 from asyncrl.sync.plan.cost_model import (
     ModelCost,
