@@ -173,7 +173,7 @@ def _check_router(router: Router, gpt: Gpt, key: str, path: str) -> None:
     if router.groups == router.chosen:
         return
     experts = gpt.mixture.experts if gpt.mixture is not None else 0
-    rule = f"has {experts} experts in {router.groups} groups, where a group has two or more, and all have as many"
+    rule = f"has {experts} experts in {router.groups} groups, which must be equally large, with two experts at least"
     require(experts % router.groups == 0 and experts >= 2 * router.groups, key, path, rule, REMEDY)
     rule = (
         f"chooses {router.chosen} of {router.groups} groups for {router.experts_per_token} experts; Megatron takes "
