@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import multiprocessing
 import statistics
@@ -25,11 +26,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.bench.climb import next_groups
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import require
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.errors import TrainingError
@@ -45,6 +48,9 @@ from asyncrl.sync.tensors.quantization import round_trip
 from asyncrl.tasks.source import held_out, training_tasks
 from asyncrl.types import Task
 from bench.output import write_results
+
+Ages = tuple[int, ...]
+"""Of the data of a run. Where there are several, as many groups of each version have each of them."""
 
 ARMS: dict[str, list[str]] = {
     "clip": ["algorithm.dual_clip=2"],
@@ -74,18 +80,23 @@ MEANS = {"staleness": "train/staleness/mean", "effective_sample_size": "train/ef
 """Figures of a run: metrics of its versions. One in which all groups are flat may have no sample size."""
 
 
-async def train(config: Config, age: int, bar: float) -> dict[str, Any]:
+async def train(config: Config, ages: Ages, bar: float) -> dict[str, Any]:
     """Train until `bar` or the end of the run: curve [(version, held-out accuracy)], mean staleness, mean effective
-    sample size, seconds. Raises TrainingError for a step that the learner refuses."""
+    sample size, lengths of the rollouts trained on, seconds. Raises TrainingError for a step that the learner refuses.
+
+    ages: as many groups of each version have each of these ages
+    """
     torch.manual_seed(config.run.seed)
     backend = FsdpBackend(config, requirements.models(config))
     learner, tokenizer = version_step(backend, config), policy_tokenizer(config)
     engine, scorer = load_transformers_engine(config, tokenizer), Scorer.from_config(config.reward)
     rollouts = Rollouts(engine, tokenizer, scorer, config)
     tasks = map(training_tasks(config).task_at, count())
-    kept: deque[Mapping[str, Tensor]] = deque(maxlen=age + 1)
+    part = _part(config, len(ages))
+    kept: deque[Mapping[str, Tensor]] = deque(maxlen=max(ages) + 1)
     found: list[tuple[int, float]] = []
     reports: list[Mapping[str, float]] = []
+    tokens: list[int] = []
     begun = time.perf_counter()
     await engine.start()
     try:
@@ -94,11 +105,17 @@ async def train(config: Config, age: int, bar: float) -> dict[str, Any]:
             kept.append(round_trip(weights, config.generator.quantization))
             if version % config.evaluation.every == 0 or version == config.run.versions:
                 await engine.flip(kept[-1], version)
-                found.append((version, await _accuracy(rollouts, config)))
+                found.append((version, await _accuracy(rollouts, config, MAIN)))
                 if found[-1][1] >= bar or version == config.run.versions:
+                    others = config.evaluation.named_sets.keys() - {MAIN}
+                    sets = {name: await _accuracy(rollouts, config, name) for name in sorted(others)}
                     break
-            await engine.flip(kept[0], max(0, version - age))
-            learner.add(await next_groups(config, rollouts, tasks), version)
+            for age in ages:
+                made = max(0, version - age)
+                await engine.flip(kept[made - version - 1], made)
+                groups = await next_groups(part, rollouts, tasks)
+                learner.add(groups, version)
+                tokens += [int(one.loss_mask.sum()) for group in groups for one in group.rollouts()]
             report = learner.step(version)
             if report.refused:
                 raise TrainingError(f"version {version}: {report.refused}")
@@ -108,12 +125,44 @@ async def train(config: Config, age: int, bar: float) -> dict[str, Any]:
         scorer.close()
         backend.close()
     means = {name: _mean(r[key] for r in reports if key in r) for name, key in MEANS.items()}
-    return {"curve": found, "seconds": time.perf_counter() - begun, **means}
+    return {
+        "curve": found,
+        "sets": sets,
+        "lengths": lengths(tokens),
+        "seconds": time.perf_counter() - begun,
+        **means,
+    }
 
 
-async def _accuracy(rollouts: Rollouts, config: Config) -> float:
-    exam = await rollouts.evaluate(Task(0, "", {}), held_out(config)[MAIN], "held-out", MAIN)
-    chosen = config.evaluation.named_sets[MAIN]
+def _part(config: Config, parts: int) -> Config:
+    """With the groups of one of so many equal parts of a version."""
+    groups, rest = divmod(config.batch.groups, parts)
+    require(not rest, "batch.groups", config.batch.groups, f"has no {parts} equal parts", "give other ages")
+    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, groups=groups))
+
+
+def lengths(tokens: Sequence[int]) -> dict[str, float]:
+    """Of rollouts with so many tokens of the policy: median, 95th percentile, maximum, and the share of all tokens
+    that is in the longest twentieth of them.
+
+    >>> lengths([1] * 20 + [80])
+    {'median': 1.0, 'p95': 1.0, 'max': 80.0, 'in_longest_20th': 0.8}
+    """
+    if not tokens:
+        return {}
+    ordered = np.sort(tokens)
+    longest = ordered[-max(1, len(ordered) // 20) :]
+    return {
+        "median": float(np.median(ordered)),
+        "p95": float(np.quantile(ordered, 0.95)),
+        "max": float(ordered[-1]),
+        "in_longest_20th": float(longest.sum() / ordered.sum()),
+    }
+
+
+async def _accuracy(rollouts: Rollouts, config: Config, name: str) -> float:
+    exam = await rollouts.evaluate(Task(0, "", {}), held_out(config)[name], "held-out", name)
+    chosen = config.evaluation.named_sets[name]
     return float(scores(*of_group(exam, chosen.samples), chosen.pass_reward)["accuracy"])
 
 
@@ -123,7 +172,8 @@ def main() -> None:
     )
     parser.add_argument("--config", default="configs/recipes/demo.yaml")
     parser.add_argument("--model", default="runs/addition/warm", help="warm-started model folder")
-    parser.add_argument("--ages", type=int, nargs="+", default=[0, 8, 16])
+    mixed = "0+16: half of the groups of each version have age 0, half age 16"
+    parser.add_argument("--ages", type=_ages, nargs="+", default=[(0,), (8,), (16,)], help=mixed)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["clip", "off_policy_baseline"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--bar", type=float, default=0.96, help="accuracy at which a run ends")
@@ -132,7 +182,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    runs = [(args, arm, age, seed) for seed in args.seeds for age in args.ages for arm in args.arms]
+    runs = [(args, arm, ages, seed) for seed in args.seeds for ages in args.ages for arm in args.arms]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         args.processes, context, initializer=torch.set_num_threads, initargs=(1,)
@@ -144,10 +194,19 @@ def main() -> None:
         draw(results, args.plot)
 
 
-def _run(args: argparse.Namespace, arm: str, age: int, seed: int) -> dict[str, Any]:
+def _ages(text: str) -> Ages:
+    """
+    >>> _ages("0+16")
+    (0, 16)
+    """
+    return tuple(map(int, text.split("+")))
+
+
+def _run(args: argparse.Namespace, arm: str, ages: Ages, seed: int) -> dict[str, Any]:
     """One run, in a process of its own."""
     overrides = [f"run.seed={seed}", f"model.path={args.model}", *ARMS[arm]]
-    found = asyncio.run(train(load_config(args.config, overrides), age, args.bar))
+    found = asyncio.run(train(load_config(args.config, overrides), ages, args.bar))
+    age = ages[0] if len(ages) == 1 else "+".join(map(str, ages))
     result = {"arm": arm, "age": age, "seed": seed, **found}
     print(json.dumps(result), flush=True)
     return result
@@ -175,7 +234,8 @@ def table(runs: Sequence[dict[str, Any]], bar: float) -> str:
         "| s, evaluations too |",
         "|--:|---|---|--:|--:|--:|",
     ]
-    for age, arm in sorted({(run["age"], run["arm"]) for run in runs}):
+    rows = {(_ages(str(run["age"])), run["age"], run["arm"]) for run in runs}
+    for _, age, arm in sorted(rows):
         some = [run for run in runs if (run["age"], run["arm"]) == (age, arm)]
         reached = (run["curve"][-1] for run in some)
         versions = ", ".join(str(version) if accuracy >= bar else "never" for version, accuracy in reached)
