@@ -33,10 +33,10 @@ MARK = ".demo"
 """A file that a demo puts into the folder of its run. A folder without it is the user's and is never removed."""
 
 
-def _write_adder(folder: Path, config: Config) -> None:
+def _write_adder(folder: Path, config: Config, layers: int = 4) -> None:
     from asyncrl.tasks.addition import write_model_folder  # takes seconds, for transformers
 
-    write_model_folder(folder)
+    write_model_folder(folder, layers=layers)
 
 
 def _write_speaker(
@@ -92,6 +92,14 @@ RECIPES = {
         "pictures.yaml",
         "demo-pictures",
         _write_viewer,
+    ),
+    "iteration": Recipe(
+        "to continue a sequence for many steps",
+        (1, 2),
+        "iteration.yaml",
+        "iteration.yaml",
+        "demo-iteration",
+        partial(_write_adder, layers=2),
     ),
     "search": _of_turns("search", "to look up answers", (2, 1), [lookups.OPEN, lookups.CLOSE]),
 }

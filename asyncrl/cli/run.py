@@ -96,7 +96,7 @@ COMMANDS: dict[str, Command] = {
                 "--recipe",
                 default="addition",
                 metavar="NAME",
-                help="addition (the default), pictures, python, search, sokoban or webshop",
+                help="addition (the default), iteration, pictures, python, search, sokoban or webshop",
             ),
             option(
                 "--dir", default="runs", metavar="DIR", help="holds the model and the run; runs/ unless given"
