@@ -70,7 +70,7 @@ BAD = [
     ("generator.own_engine=os:getpid",),
     ("learner.own_backend=os:getpid",),
     ("learner.parallel.tensor=8", "learner.processes=8"),  # of 4 heads
-    ("learner.parallel.context=2", "learner.processes=2", "learner.backend=megatron"),
+    ("learner.parallel.replicate=2", "learner.processes=2", "learner.backend=megatron"),
     ("learner.parallel.pipeline=3", "learner.processes=3", "learner.backend=megatron"),  # of 2 layers
 ]
 
