@@ -102,8 +102,7 @@ def generator_memory(
 def check_memory(config: Config, model: ModelCost, learner: PoolShape, device_bytes: int) -> None:
     """Raises ConfigError for a learner or for generators of vLLM that devices of this size cannot hold."""
     pools = {name: generator_pool(config.of_pool(name)) for name in config.generator_pools}
-    streams = sum(pool.count * pool.tp for pool in pools.values())
-    parts = learner_memory(config, model, learner, streams)
+    parts = learner_memory(config, model, learner, _streams(pools.values()))
     needs = ", ".join(f"{part.name} {part.bytes / 1e9:.2f} GB" for part in parts)
     rule = f"a rank needs {needs}, and a device has {device_bytes / 1e9:.2f} GB"
     remedy = "raise it, or set sync.snapshot_device=host"
@@ -114,6 +113,11 @@ def check_memory(config: Config, model: ModelCost, learner: PoolShape, device_by
             ranks = generator_memory(of_pool, model, pool, config.learner.processes, device_bytes)
             with errors_of_pool(name):
                 vllm_memory.check_rank_memory(of_pool, ranks, device_bytes)
+
+
+def _streams(generators: Iterable[PoolShape]) -> int:
+    """Generator ranks that the learner sends to."""
+    return sum(pool.count * pool.tp for pool in generators)
 
 
 # ---- the table of `asyncrl config`
@@ -139,8 +143,7 @@ def placed_pools(config: Config) -> Iterator[PlacedPool]:
     cost, learner = ModelCost(*checkpoint_shapes(config.model)), config.learner
     generators = {name: config.of_pool(name) for name in config.generator_pools}
     pools = {name: generator_pool(of_pool) for name, of_pool in generators.items()}
-    streams = sum(pool.count * pool.tp for pool in pools.values())
-    parts = learner_memory(config, cost, learner_pool(config), streams)
+    parts = learner_memory(config, cost, learner_pool(config), _streams(pools.values()))
     beside = [_model_part(name, config, learner_pool(config)) for name in sorted(_held_by_learner(config))]
     yield PlacedPool("learner", str(learner.processes), learner.devices, [*parts, *beside])
     for name, of_pool in generators.items():

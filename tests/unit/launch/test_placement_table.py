@@ -21,6 +21,7 @@ from asyncrl.launch.memory import PlacedPool, placed_pools, placement_table
 from asyncrl.models.loading import checkpoint_shapes
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
 from asyncrl.sync.tensors.budget import MemoryPart
+from asyncrl.tasks.addition import write_model_folder
 
 KL = AlgorithmConfig(advantage="gae", kl_loss=KlLossConfig(coef=0.1))
 
@@ -97,9 +98,10 @@ def test_the_table_names_the_largest_parts(capsys: pytest.CaptureFixture[str]) -
     assert "placement.rewards 1 none unknown" in lines
 
 
-def test_asyncrl_config_shows_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    assert main(["config", "configs/recipes/demo.yaml"]) == 0
+def test_asyncrl_config_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model_folder(str(tmp_path / "adder"), hidden_size=32, layers=1)
+    words = ["config", "configs/recipes/demo.yaml", f"model.path={tmp_path / 'adder'}"]
+    assert main(words) == 0
     assert "Placement" in capsys.readouterr().out
-    assert main(["config", "configs/recipes/demo.yaml", "--rules-only"]) == 0
+    assert main([*words, "--rules-only"]) == 0
     assert "Placement" not in capsys.readouterr().out
