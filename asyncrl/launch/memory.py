@@ -16,6 +16,7 @@ from asyncrl.config.sections.generator import errors_of_pool, key_of_pool
 from asyncrl.config.sections.models import LoraConfig
 from asyncrl.config.sections.placement import REWARDS
 from asyncrl.generator.engines.vllm import vllm_memory
+from asyncrl.learner.models.lora import is_base
 from asyncrl.learner.models.networks import blueprint
 from asyncrl.learner.training import requirements
 from asyncrl.models.adapters import adapter_shapes
@@ -53,13 +54,13 @@ def learner_memory(config: Config, model: ModelCost, learner: PoolShape, streams
     parts = learner_parts(layouts.largest, sent.largest, trained, config.sync, ranks, streams)
     if config.learner.backend == "megatron" and config.learner.own_backend is None:
         return [
-            *megatron_parts(config, model, layouts.largest),
+            *_megatron_parts(config, model, layouts.largest),
             *parts[2 if config.model.lora.rank == 0 else 1 :],
         ]
     return parts
 
 
-def megatron_parts(config: Config, model: ModelCost, shard: Layout) -> list[MemoryPart]:
+def _megatron_parts(config: Config, model: ModelCost, shard: Layout) -> list[MemoryPart]:
     """Weights of a Megatron rank and, unless adapters are trained, the state of their training. Data ranks and contexts
     have copies of weights and gradients, in float32; only masters and moments are sharded over all ranks.
 
@@ -191,8 +192,7 @@ def of_bytes(count: float) -> str:
 
 def _held_by_learner(config: Config) -> set[str]:
     """The models beside the policy that have memory of their own in the learner's processes."""
-    over_base = config.model.lora.rank > 0 and config.reference.path is None
-    return set(requirements.colocated(config)) - ({"reference"} if over_base else set())
+    return {name for name in requirements.colocated(config) if not is_base(name, config)}
 
 
 def _model_part(name: str, config: Config, pool: PoolShape) -> MemoryPart:

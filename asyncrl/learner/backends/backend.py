@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithms.roles import POLICY, REFERENCE, Loss
 from asyncrl.learner.backends import storage
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.models.lora import ADAPTER, write_peft_config
+from asyncrl.learner.models.lora import ADAPTER, is_base, write_peft_config
 from asyncrl.learner.ranks import process_group
 from asyncrl.sync.layout.layout import Layout
 from asyncrl.sync.tensors.shards import BoxTensors
@@ -132,8 +132,7 @@ class Backend(ABC):
 
     def is_base(self, name: str) -> bool:
         """Whether the model is the policy with its adapters off, and has no memory of its own."""
-        config = self._config
-        return name == REFERENCE and config.model.lora.rank > 0 and config.reference.path is None
+        return is_base(name, self._config)
 
     def exchange(self, value: Any) -> list[Any]:
         """Collective: a small value from every rank, in rank order, on every rank."""

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.models import LoraConfig
-from asyncrl.learner.algorithms.roles import Loss
+from asyncrl.learner.algorithms.roles import REFERENCE, Loss
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.parallel.mesh import local_part
 from asyncrl.models.adapters import (
@@ -76,6 +77,11 @@ class Switched(Protocol):
     """Adapters that can be left out of a forward."""
 
     on: bool
+
+
+def is_base(name: str, config: Config) -> bool:
+    """Whether a model is the policy with its adapters off, and has no memory of its own."""
+    return name == REFERENCE and config.model.lora.rank > 0 and config.reference.path is None
 
 
 class BaseUnderAdapters:

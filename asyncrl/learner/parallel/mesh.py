@@ -89,9 +89,7 @@ def axis_sizes(parallel: ParallelConfig, world: int, model: ModelShape | None = 
 
 def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
     """Rules between the axes and the model's shape."""
-    rule = f"makes {parallel.stages} stages of the model's {model.layers} layers"
-    remedy = "set learner.parallel.pipeline or learner.parallel.pipeline_stages_per_rank lower"
-    require(parallel.stages <= model.layers, "learner.parallel.pipeline", parallel.pipeline, rule, remedy)
+    check_stages(parallel, model.layers)
     for what, count in (("attention heads", model.heads), ("key heads", model.key_heads)):
         rule = f"must divide the {count} {what} of the model"
         remedy = f"set learner.parallel.tensor to a divisor of {math.gcd(model.heads, model.key_heads)}"
@@ -100,6 +98,13 @@ def _check_model(parallel: ParallelConfig, model: ModelShape) -> None:
     rule = f"must divide the {model.experts} experts of the model"
     remedy = f"set learner.parallel.expert to a divisor of {model.experts}"
     require(model.experts % parallel.expert == 0, "learner.parallel.expert", parallel.expert, rule, remedy)
+
+
+def check_stages(parallel: ParallelConfig, layers: int) -> None:
+    """Raises ConfigError unless each stage gets a layer."""
+    rule = f"makes {parallel.stages} stages of the model's {layers} layers"
+    remedy = "set learner.parallel.pipeline or learner.parallel.pipeline_stages_per_rank lower"
+    require(parallel.stages <= layers, "learner.parallel.pipeline", parallel.pipeline, rule, remedy)
 
 
 def check_context(parallel: ParallelConfig, heads: int) -> None:

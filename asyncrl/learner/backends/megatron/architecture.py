@@ -25,7 +25,7 @@ REMEDY = "set learner.backend=fsdp"
 
 
 class Router(NamedTuple):
-    """How tokens choose experts.
+    """The choice of experts by tokens.
 
     experts_per_token  chosen of all experts
     sigmoid            scores are sigmoids, to which a bias is added for the choice; else softmax, without a bias

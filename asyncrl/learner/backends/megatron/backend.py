@@ -43,7 +43,13 @@ from asyncrl.learner.backends.megatron.boxes import BoxShard, cuts
 from asyncrl.learner.backends.megatron.grid import check_model, make_grid
 from asyncrl.learner.backends.megatron.model import MegatronModel, Shard, StepCounter
 from asyncrl.learner.backends.megatron.network import Head, PackedGpt, build
-from asyncrl.learner.models.networks import Critic, blueprint, check_vocabularies, likely_tokens
+from asyncrl.learner.models.networks import (
+    Critic,
+    blueprint,
+    check_vocabularies,
+    likely_tokens,
+    named_constants,
+)
 from asyncrl.learner.parallel.context import ContextParallel
 from asyncrl.learner.ranks import process_group
 from asyncrl.models.loading import checkpoint_tensors, load_causal_lm, load_model_config
@@ -220,9 +226,7 @@ def _reader(model: ModelConfig, seed: int, key: str) -> Read:
     if slices is not None and not quantized:
         return slices.read
     causal_lm = load_causal_lm(model, seed, key=key)
-    kept = causal_lm.state_dict().keys()
-    constants = {name: buffer for name, buffer in causal_lm.named_buffers() if name in kept}
-    whole = {**checkpoint_tensors(causal_lm), **constants}
+    whole = {**checkpoint_tensors(causal_lm), **named_constants(causal_lm)}
     return lambda name, _, box: whole[name][box.slices()]
 
 

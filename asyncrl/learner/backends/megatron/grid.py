@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.rules import require
 from asyncrl.config.sections.learner import ParallelConfig
-from asyncrl.learner.parallel.mesh import check_context, layers_of
+from asyncrl.learner.parallel.mesh import check_context, check_stages, layers_of
 from asyncrl.sync.layout.megatron import Gpt, MegatronPlace
 
 ALIGNED = 8
@@ -120,10 +120,7 @@ def make_grid(parallel: ParallelConfig, rank: int, world: int) -> Grid:
 
 def check_model(found: Grid, gpt: Gpt, parallel: ParallelConfig) -> None:
     """Raises ConfigError unless the grid of `parallel` can divide the model."""
-    runs = found.pipeline * found.chunks
-    rule = f"makes {runs} stages of the model's {gpt.layers} layers"
-    remedy = "set learner.parallel.pipeline or learner.parallel.pipeline_stages_per_rank lower"
-    require(runs <= gpt.layers, "learner.parallel.pipeline", found.pipeline, rule, remedy)
+    check_stages(parallel, gpt.layers)
     _divides("tensor", found.tensor, "key heads", gpt.key_heads)
     _divides("tensor", found.tensor, "rows of a feed-forward layer", gpt.ffn)
     check_context(parallel, gpt.heads // found.tensor)
