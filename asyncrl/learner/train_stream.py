@@ -5,7 +5,8 @@
     prefetch thread                └─▸ claim 1 ───┘                  └─▸ claim 2
                                         waits in the broker until a group is ready
 
-The trainer waits for the slower of compute and claim. The ranks exchange whether they have their claim and whether a
+The trainer waits for the slower of compute and claim. The first claim of a step leaves with the report that the step
+before is trained, and waits in the broker for that. The ranks exchange whether they have their claim and whether a
 stop was requested, and take the claim once every rank has it. If the queue has restarted the step meanwhile (groups of
 it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a rank finds a fault
 (`checks/group_check.py`).
@@ -110,8 +111,10 @@ class TrainStream:
         self._max_tokens = requirements.claim_tokens(config)
         self._in_order = config.queue.max_staleness == 0
         self._deadline_s = config.learner.groups_deadline_s
+        self._versions = config.run.versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._attempt = 0  # of the step whose claims came last
+        self._ahead: tuple[int, Future[Claim | None]] | None = None  # a step, and its first claim
 
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of a step, one list per claim (empty if only other ranks have some).
@@ -124,7 +127,7 @@ class TrainStream:
         """
         index, last = 0, False
         attempt: int | None = None
-        request = self._request(step, index, attempt)
+        request = self._first_request(step)
         while not last:
             waiting = self._status.waiting(
                 f"a group for version {step + 1} from the generators", self._deadline_s
@@ -139,7 +142,10 @@ class TrainStream:
             yield claim.groups
 
     def trained(self, step: int) -> Trained | None:
-        """Report a step as trained, which moves admission on. Returns the queue's counts, on rank 0."""
+        """Report a step as trained, which moves admission on, and request the next one's first claim. Returns the
+        queue's counts, on rank 0."""
+        if step + 1 < self._versions:
+            self._ahead = step + 1, self._request(step + 1, 0, None)
         if self._backend.rank != 0:
             return None
         with self._spans("wait/queue"):
@@ -192,6 +198,11 @@ class TrainStream:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _first_request(self, step: int) -> Future[Claim | None]:
+        """The request that `trained` has begun, if it was for this step."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == step else self._request(step, 0, None)
 
     def _request(self, step: int, index: int, attempt: int | None) -> Future[Claim | None]:
         return self._thread.submit(

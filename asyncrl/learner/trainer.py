@@ -176,7 +176,7 @@ class Trainer:
             self.publication.publish(self.version + 1)
         tracing.event("published", version=self.version + 1)
         trained = self.stream.trained(self.version)
-        with self.spans("wait/ranks"):  # no rank claims for the next step before the queue has ended this one
+        with self.spans("wait/ranks"):
             readings = self.backend.exchange(self.records.utilization.reading())
         self.version += 1
         self.publication.note_probes(self.version)

@@ -29,6 +29,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.launch.local_run import train
+from asyncrl.learner.training import requirements
 from asyncrl.tasks.addition import write_model_folder
 from asyncrl.telemetry.sinks import read_rows
 from bench.bars import Bar, Measured, figures, verdict_table
@@ -58,10 +59,12 @@ NAMES = {
     "generation_bound": "generation-bound, max_staleness 2: bound of the stage times / time",
     "training_bound": "training-bound, max_staleness 2: bound / time",
     "one_step": "generation-bound, max_staleness 1: bound / time",
-    "synchronous": "generation-bound, max_staleness 0: bound of one phase at a time / time",
+    "synchronous": "generation-bound, max_staleness 0: bound of groups in order, in whole claims / time",
+    "synchronous_any_order": "the same: bound of groups in any order, one at a time / time",
     "overhead_ms": "ms of a step of 512 rollouts beyond its passes",
     "training_bound_queued": "training-bound, max_staleness 2, queued: bound / time",
-    "synchronous_queued": "generation-bound, max_staleness 0, queued: bound of one phase at a time / time",
+    "synchronous_queued": "generation-bound, max_staleness 0, queued: bound of groups in order / time",
+    "synchronous_queued_any_order": "the same: bound of groups in any order / time",
     "overhead_queued_ms": "queued: ms of a step of 512 rollouts beyond its passes",
     "crowd": "1,000 generators: their busy share",
     "crowd_groups_per_s": "groups/s of the 1,000 generators",
@@ -103,26 +106,31 @@ def arms(versions: int) -> list[Arm]:
     ]
 
 
-def measured(arm: Arm, folder: Path) -> float:
+def measured(arm: Arm, folder: Path) -> Measured:
     times = arm.times()
-    rows = run(arm, times, folder)[SKIPPED:]
+    config = config_of(arm, times, folder)
+    rows = run(config, arm, times, folder)[SKIPPED:]
     seconds, tokens = (sum(row[name] for row in rows) for name in ("perf/step_s", "train/tokens"))
     if arm.name.startswith("overhead"):
-        return 1e3 * median(row["perf/step_s"] - times.train_s(row["train/tokens"]) for row in rows)
-    if arm.max_staleness == 0:
-        return sum(_synchronous_bound(times, row["version"]) for row in rows) / seconds
-    return overlapping_s(times, tokens, len(rows), SLOTS) / seconds
+        beyond = median(row["perf/step_s"] - times.train_s(row["train/tokens"]) for row in rows)
+        return {arm.name: 1e3 * beyond}
+    if arm.max_staleness > 0:
+        return {arm.name: overlapping_s(times, tokens, len(rows), SLOTS) / seconds}
+    groups = [_lengths(times, row["version"]) for row in rows]
+    in_order, any_order = (
+        sum(synchronous_s(times, each, SLOTS, claim_tokens) for each in groups) / seconds
+        for claim_tokens in (requirements.claim_tokens(config), None)
+    )
+    return {arm.name: in_order, f"{arm.name}_any_order": any_order}
 
 
-def _synchronous_bound(times: Times, version: int) -> float:
-    """Of the step that has made this version."""
-    ordinals = range((version - 1) * GROUPS, version * GROUPS)
-    return synchronous_s(times, times.lengths(ordinals, GROUP_SIZE), SLOTS)
+def _lengths(times: Times, version: int) -> list[list[int]]:
+    """Of each group of the step that has made this version."""
+    return times.lengths(range((version - 1) * GROUPS, version * GROUPS), GROUP_SIZE)
 
 
-def run(arm: Arm, times: Times, folder: Path) -> list[Mapping[str, Any]]:
+def run(config: Config, arm: Arm, times: Times, folder: Path) -> list[Mapping[str, Any]]:
     """The rows of its versions."""
-    config = config_of(arm, times, folder)
     shutil.rmtree(folder / arm.name, ignore_errors=True)
     os.environ.update(times.environment())
     train(config)
@@ -166,7 +174,7 @@ def main() -> None:
 
 def rounds(args: argparse.Namespace) -> list[tuple[str, Callable[[], Measured]]]:
     made: list[tuple[str, Callable[[], Measured]]] = [
-        (arm.name, lambda arm=arm: {arm.name: measured(arm, args.dir)})  # type: ignore[misc]
+        (arm.name, lambda arm=arm: measured(arm, args.dir))  # type: ignore[misc]
         for arm in arms(args.versions)
     ]
     return [*made, ("crowd", lambda: crowd.measured(args.dir))]

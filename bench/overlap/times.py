@@ -22,6 +22,9 @@ from asyncrl.counter_rng import stream_key
 VARIABLE = "ASYNCRL_BENCH_TIMES"
 """The environment variable by which processes of a run get their times."""
 
+PROMPT_TOKENS = 2
+"""Of each task of overlap.yaml."""
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -70,13 +73,18 @@ def _length(times: Times, ordinal: int, index: int) -> int:
     return max(1, min(times.longest, round(times.median * math.exp(times.spread * float(normal)))))
 
 
-def synchronous_s(times: Times, groups: Sequence[Sequence[int]], slots: int) -> float:
-    """Seconds of one version at max_staleness 0: samples take slots in their order, a group can be trained once all its
-    samples have ended, and the learner trains groups in the order in which they end.
+def synchronous_s(
+    times: Times, groups: Sequence[Sequence[int]], slots: int, claim_tokens: int | None = None
+) -> float:
+    """The shortest time of one version at max_staleness 0, in seconds: samples take slots in their order, and a group
+    can be trained once all its samples have ended.
 
     Args:
         groups: the lengths of each group's samples.
         slots: of all engines together.
+        claim_tokens: the learner takes the groups in the order of their tasks, in claims that are as large as so many
+            tokens allow, prompts included, as it does so that runs repeat bit for bit. None: it takes each group when
+            that ends.
 
     >>> synchronous_s(Times(token_s=1.0, train_token_s=0.5, step_s=2.0), [[1, 3], [2, 2]], slots=2)
     9.0
@@ -90,10 +98,30 @@ def synchronous_s(times: Times, groups: Sequence[Sequence[int]], slots: int) -> 
             heapq.heapreplace(free, end)
             last = max(last, end)
         ends.append((last, sum(lengths)))
+    if claim_tokens is None:
+        claims = sorted(ends)
+    else:
+        claims = _whole_claims(ends, claim_tokens, PROMPT_TOKENS * len(groups[0]))
     trained = 0.0
-    for end, tokens in sorted(ends):
+    for end, tokens in claims:
         trained = max(trained, end) + times.train_token_s * tokens
     return trained + times.step_s
+
+
+def _whole_claims(
+    ends: Sequence[tuple[float, int]], claim_tokens: int, prompts: int
+) -> list[tuple[float, int]]:
+    """(when its last group has ended, tokens) of each claim, from those of each group, which has so many tokens more in
+    prompts. A claim is known to be full once the next group has ended."""
+    claims: list[tuple[float, int]] = []
+    over, tokens, room = 0.0, 0, claim_tokens
+    for end, made in ends:
+        over = max(over, end)
+        if tokens and made + prompts > room:
+            claims.append((over, tokens))
+            tokens, room = 0, claim_tokens
+        tokens, room = tokens + made, room - made - prompts
+    return [*claims, (over, tokens)]
 
 
 def overlapping_s(times: Times, tokens: float, versions: int, slots: int) -> float:

@@ -29,6 +29,18 @@ def test_a_synchronous_version_ends_when_its_last_group_is_trained() -> None:
     assert synchronous_s(UNIT, [[1, 3], [2, 2]], slots=1) == 8 + 2 + 2
 
 
+def test_claims_of_groups_in_order_end_with_the_group_after_them() -> None:
+    # Four slots, groups of two samples with prompts of 2 tokens: the first group ends at 9, the second at 1, the third,
+    # which waits for slots, at 3. Claims of 20 tokens have two groups: 10 + 2 and 4 of prompts each.
+    groups = [[9, 1], [1, 1], [2, 1]]
+    assert synchronous_s(UNIT, groups, slots=4) == 9 + 10 / 2 + 2  # the first group is the last to end
+    assert synchronous_s(UNIT, groups, slots=4, claim_tokens=20) == 9 + 12 / 2 + 3 / 2 + 2
+    # In a claim of its own each group is taken once the next one has ended.
+    late = [[1, 1], [5, 5]]
+    assert synchronous_s(UNIT, late, slots=4, claim_tokens=6) == 5 + 2 / 2 + 10 / 2 + 2
+    assert synchronous_s(UNIT, late, slots=4) == 5 + 10 / 2 + 2
+
+
 def test_pools_that_overlap_take_as_long_as_the_slower_one() -> None:
     assert overlapping_s(UNIT, tokens=100, versions=3, slots=2) == 100 * 0.5 + 3 * 2
     assert overlapping_s(UNIT, tokens=100, versions=3, slots=1) == 100

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from learner_cases import random_group
 
-from asyncrl.config.schema import Config, LearnerConfig
+from asyncrl.config.schema import Config, LearnerConfig, RunConfig
 from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import RefusedError
 from asyncrl.learner import train_stream
@@ -200,3 +200,51 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
         "last": True,
         "tasks": [0, 0, 0],
     }
+
+
+class Recording(Dry):
+    """Every step is one claim without groups; `asked` holds the requests as (step, index)."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.asked: list[tuple[int, int]] = []
+        self.arrived = threading.Condition()
+
+    def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim:
+        with self.arrived:
+            self.asked.append((step, index))
+            self.arrived.notify_all()
+        return Claim([], last=True, so_far=0)
+
+    def trained(self, stream: str, *, step: int, **_: Any) -> int:
+        return step + 1
+
+    def wait_for(self, asked: list[tuple[int, int]]) -> None:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: self.asked == asked, 10.0), self.asked
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_claim_of_a_step_leaves_with_the_report_of_the_one_before(rank: int) -> None:
+    queue = Recording()
+    queue.rank = queue.data_rank = rank
+    stream = stream_of(queue, Config(run=RunConfig(versions=3)))
+    list(stream.step(0))
+    stream.trained(0)
+    queue.wait_for([(0, 0), (1, 0)])
+    list(stream.step(1))
+    assert queue.asked == [(0, 0), (1, 0)]  # the request was not made again
+    stream.trained(1)
+    list(stream.step(2))
+    stream.trained(2)
+    stream.close()
+    assert queue.asked == [(0, 0), (1, 0), (2, 0)]  # there is no step 3
+
+
+def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> None:
+    queue = Recording()
+    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    stream.trained(0)
+    list(stream.step(4))
+    stream.close()
+    assert queue.asked == [(1, 0), (4, 0)]
