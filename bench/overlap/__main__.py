@@ -68,6 +68,9 @@ NAMES = {
     "overhead_queued_ms": "queued: ms of a step of 512 rollouts beyond its passes",
     "crowd": "1,000 generators: their busy share",
     "crowd_groups_per_s": "groups/s of the 1,000 generators",
+    "crowd_cores_queue": "cores that their queue used",
+    "crowd_cores_learner": "cores that their learner used",
+    "crowd_cores_generators": "cores that they used themselves",
 }
 
 

@@ -15,12 +15,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 from torch import Tensor
 
 from asyncrl.config.load import load_config
@@ -98,7 +100,8 @@ async def run_workers(config: Config, names: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> Measured:
-    """The share of the generators' slots that worked, after the first versions; groups trained a second."""
+    """After the first versions: the share of the generators' slots that worked, groups trained a second, and the cores
+    that each kind of process used."""
     run = folder / "crowd"
     shutil.rmtree(run, ignore_errors=True)
     address = f"tcp://127.0.0.1:{_free_port()}"
@@ -112,24 +115,47 @@ def measured(folder: Path) -> Measured:
     each = GENERATORS // PROCESSES
     hosts = [["bench.overlap.crowd", str(first), str(each)] for first in range(0, GENERATORS, each)]
     with ExitStack() as processes:
-        _started(processes, folder, "queue", ["asyncrl", "queue", *words])
+        queue = _started(processes, folder, "queue", ["asyncrl", "queue", *words])
         learner = _started(processes, folder, "learner", ["asyncrl", "learner", *words])
-        for host in hosts:
-            _started(processes, folder, f"host-{host[1]}", [*host, *words])
-        try:
-            code = learner.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise DeadlineError("bench.overlap", "the learner", "its last version", DEADLINE_S) from None
-    if code:
-        raise ProcessDiedError(
-            f"the learner ended with {code}: {(folder / 'learner.log').read_text()[-2000:]}"
-        )
-    rows = [row for row in read_rows(run / "metrics.jsonl") if "perf/step_s" in row][SKIPPED:]
+        generators = [_started(processes, folder, f"host-{host[1]}", [*host, *words]) for host in hosts]
+        _await_steps(SKIPPED, learner, run)
+        kinds = {"queue": [queue], "learner": [learner], "generators": generators}
+        begun, before = time.monotonic(), {kind: _cpu_s(each) for kind, each in kinds.items()}
+        _await_steps(SKIPPED + VERSIONS - 1, learner, run)
+        seconds = time.monotonic() - begun
+        cores = {
+            f"crowd_cores_{kind}": (_cpu_s(each) - before[kind]) / seconds for kind, each in kinds.items()
+        }
+        _await_steps(SKIPPED + VERSIONS, learner, run)
+    rows = _steps(run)[SKIPPED:]
     seconds, tokens = (sum(row[name] for row in rows) for name in ("perf/step_s", "train/tokens"))
     return {
         "crowd": TIMES.token_s * tokens / (GENERATORS * SLOTS) / seconds,
         "crowd_groups_per_s": len(rows) * GROUPS / seconds,
+        **cores,
     }
+
+
+def _await_steps(count: int, learner: subprocess.Popen[bytes], run: Path) -> None:
+    """Until that many versions are trained."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(_steps(run)) < count:
+        if learner.poll():
+            end = (run.parent / "learner.log").read_text()[-2000:]
+            raise ProcessDiedError(f"the learner ended with {learner.returncode}: {end}")
+        if time.monotonic() > deadline:
+            raise DeadlineError("bench.overlap", "the learner", f"version {count}", DEADLINE_S)
+        time.sleep(0.5)
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    """The rows of its versions."""
+    return [row for row in read_rows(run / "metrics.jsonl") if "perf/step_s" in row]
+
+
+def _cpu_s(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+    every = [psutil.Process(process.pid).cpu_times() for process in processes]
+    return float(sum(times.user + times.system for times in every))
 
 
 def _started(processes: ExitStack, folder: Path, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:

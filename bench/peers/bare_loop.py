@@ -44,14 +44,14 @@ class BareLoop:
         return torch.tensor(ids).repeat_interleave(each, dim=0)
 
     @torch.inference_mode()
-    def generate(self, prompt_RP: Tensor, greedy: bool = False) -> Tensor:
-        """New tokens [R, T], the end token from the end on."""
+    def generate(self, prompt_RP: Tensor, greedy: bool = False, most: int = NEW_TOKENS) -> Tensor:
+        """At most `most` new tokens, [R, T], the end token from the end on."""
         rows, length = prompt_RP.shape
-        cache = StaticCache(config=self.model.config, max_cache_len=length + NEW_TOKENS)
-        new_RT = torch.full((rows, NEW_TOKENS), self.end_id)
+        cache = StaticCache(config=self.model.config, max_cache_len=length + most)
+        new_RT = torch.full((rows, most), self.end_id)
         ended_R = torch.zeros(rows, dtype=torch.bool)
         tokens, places = prompt_RP, torch.arange(length)
-        for column in range(NEW_TOKENS):
+        for column in range(most):
             out = self.model(tokens, past_key_values=cache, cache_position=places, logits_to_keep=1)
             logits_RV = out.logits[:, -1]
             drawn_R = logits_RV.argmax(-1) if greedy else torch.multinomial(logits_RV.softmax(-1), 1)[:, 0]
@@ -78,10 +78,14 @@ class BareLoop:
         return float(self.rewards(new_RT, rows, 1).mean())
 
     def step(self, rows: Sequence[dict[str, str]]) -> None:
-        """One step of GRPO: group means are subtracted, the spread is a constant; the mean is over all new tokens."""
+        """One step of GRPO."""
         prompt_RP = self.prompts(rows, SAMPLES)
         new_RT = self.generate(prompt_RP)
-        reward_GS = self.rewards(new_RT, rows, SAMPLES).view(-1, SAMPLES)
+        self.learn(prompt_RP, new_RT, self.rewards(new_RT, rows, SAMPLES))
+
+    def learn(self, prompt_RP: Tensor, new_RT: Tensor, reward_R: Tensor) -> None:
+        """Group means are subtracted, the spread is a constant; the mean is over all new tokens."""
+        reward_GS = reward_R.view(-1, SAMPLES)
         advantage_R = ((reward_GS - reward_GS.mean(1, keepdim=True)) * goal.SCALE).flatten()
         made_RT = (new_RT == self.end_id).cumsum(1) - (new_RT == self.end_id).long() == 0
         learned_R = advantage_R != 0  # others have no gradient

@@ -1,4 +1,4 @@
-"""The race: the plain loop learns as it should, and the table has a line for each system."""
+"""The race: the plain loop learns as it should, and the table has a line for each system. Its stages alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncrl.tasks.addition import write_model_folder
 from bench.bars import figures
-from bench.peers import goal
+from bench.peers import goal, stages
 from bench.peers.bare_loop import BareLoop
 from bench.peers.goal import Race
 from bench.peers.race import BARS, _result, systems, table
@@ -76,3 +77,20 @@ def test_a_system_that_misses_the_target_has_no_time() -> None:
     assert _result(measured | {"accuracy": goal.TARGET})["time_to_target"] == 300.0
     text = table(figures([{"accuracy.trl": 0.5, "steps.trl": 9.0}], BARS), 1, 300)
     assert all(f"| {name} |" in text for name in systems())
+
+
+def test_both_sides_of_a_stage_take_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same weights, on the same answers. Adam's first update is the learning rate, with the gradient's sign."""
+    monkeypatch.setattr(stages, "ROWS", {5: 8})
+    stages.write_model(tmp_path / "model")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    ours, bare = stages.Asyncrl(tmp_path), stages.Bare(tmp_path)
+    case = stages.Case.of(5, rows=8)
+    assert case.tokens == 40
+    for side in (ours, bare):
+        side.training(case)()
+        side.generation(case)()
+    after = [side.parameters() for side in (ours, bare)]
+    moved = [torch.cat([(each[name] - before[name]).flatten() for name in before]) for each in after]
+    assert moved[0].abs().max() == pytest.approx(2e-5, rel=1e-2)  # the demo's rate is warmed up in ten steps
+    assert torch.corrcoef(torch.stack(moved))[0, 1] > 0.999
