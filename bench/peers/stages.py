@@ -218,7 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="asyncrl-stages-") as temporary:
         folder = Path(temporary)
         write_model(folder / "model")
-        sides = {"asyncrl": Asyncrl(folder), "bare": Bare(folder)}
+        sides: dict[str, Bare | Asyncrl] = {"asyncrl": Asyncrl(folder), "bare": Bare(folder)}
         repetition(sides, args.lengths[:1], 0)  # what is slow once
         rounds = []
         for number in range(args.rounds):

@@ -80,7 +80,7 @@ def test_a_system_that_misses_the_target_has_no_time() -> None:
 
 
 def test_both_sides_of_a_stage_take_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same weights, on the same answers. Adam's first update is the learning rate, with the gradient's sign."""
+    """From the same weights, on the same answers. Adam first moves each weight by the rate, against its gradient."""
     monkeypatch.setattr(stages, "ROWS", {5: 8})
     stages.write_model(tmp_path / "model")
     before = load_file(tmp_path / "model" / "model.safetensors")
