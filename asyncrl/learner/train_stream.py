@@ -5,8 +5,8 @@
     prefetch thread                └─▸ claim 1 ───┘                  └─▸ claim 2
                                         waits in the broker until a group is ready
 
-The trainer waits for the slower of compute and claim. The first claim of a step leaves with the report that the step
-before is trained, and waits in the broker for that. The ranks exchange whether they have their claim and whether a
+The trainer waits for the slower of compute and claim. Each rank requests the first claim of the next step once it has
+reported the step, or published its version, so that the claim comes while the metrics are written. The ranks exchange whether they have their claim and whether a
 stop was requested, and take the claim once every rank has it. If the queue has restarted the step meanwhile (groups of
 it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a rank finds a fault
 (`checks/group_check.py`).
@@ -114,7 +114,9 @@ class TrainStream:
         self._versions = config.run.versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._attempt = 0  # of the step whose claims came last
-        self._ahead: tuple[int, Future[Claim | None]] | None = None  # a step, and its first claim
+        self._ahead: tuple[int, Future[Claim | None]] | None = (
+            None  # a step, and the request of its first claim
+        )
 
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of a step, one list per claim (empty if only other ranks have some).
@@ -125,6 +127,7 @@ class TrainStream:
             GroupsRefused: The same, without groups that have faults.
             NoGroups: None came, and generators made no progress for `deadline_s`. All ranks raise the same.
         """
+        self._turn.offer()  # also if all claims are here already
         index, last = 0, False
         attempt: int | None = None
         request = self._first_request(step)
@@ -144,13 +147,16 @@ class TrainStream:
     def trained(self, step: int) -> Trained | None:
         """Report a step as trained, which moves admission on, and request the next one's first claim. Returns the
         queue's counts, on rank 0."""
-        if step + 1 < self._versions:
+        counts: Trained | None = None
+        if self._backend.rank == 0:
+            with self._spans("wait/queue"):
+                waited = self._spans.share("wait/groups")
+                counts = self._client.trained(
+                    TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited
+                )
+        if step + 1 < self._versions:  # on other ranks it may wait in the queue for the report of rank 0
             self._ahead = step + 1, self._request(step + 1, 0, None)
-        if self._backend.rank != 0:
-            return None
-        with self._spans("wait/queue"):
-            waited = self._spans.share("wait/groups")
-            return self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited)
+        return counts
 
     def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
         """Collective: restart a step without these groups, which are not finite. Others replace them."""
@@ -200,7 +206,7 @@ class TrainStream:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _first_request(self, step: int) -> Future[Claim | None]:
-        """The request that `trained` has begun, if it was for this step."""
+        """The request that `trained` has made, once, if it was for this step."""
         ahead, self._ahead = self._ahead, None
         return ahead[1] if ahead is not None and ahead[0] == step else self._request(step, 0, None)
 

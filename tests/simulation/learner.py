@@ -1,6 +1,7 @@
 """The learner of a simulated run, all ranks of it, as in trainer.py and train_stream.py of asyncrl/learner.
 
-It claims one ahead of the computation, publishes, reports, evaluates and checkpoints.
+It claims one ahead of the computation, publishes, reports, evaluates and checkpoints. The first claim of the next step is
+requested with the report, on ranks other than the first even before that.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Learner(Process):
         saved = self.world.checkpoints[-1] if self.world.checkpoints else None
         self.version, self.steps = (saved.version, dict(saved.steps)) if saved else (0, {})
         self._evaluating: set[int] = set()
+        self._ahead: list[asyncio.Task[tuple[Claim | None, str]]] = []
         self._pristine: bytes | None = None
         if plan.evaluations:
             self._evals = (await lead.open(EVAL, EVALS, saved.evals if saved else None)).learner_epoch
@@ -87,10 +89,13 @@ class Learner(Process):
             return True
         self.world.publish((self._lineage, self.version + 1))
         waited = rng.random() * 0.3
+        following = self.version + 1
+        ahead = [self._ask_rank(rank, following, 0, None) for rank in range(1, len(self._ranks))]
         trained = await lead.trained(TRAIN, learner_epoch=self._epoch, step=self.version, waited=waited)
         self.steps[self.version] = ordinals
         self.version += 1
         assert trained.version == self.version
+        self._ahead = [self._ask_rank(0, following, 0, None), *ahead]
         if plan.evaluations:
             await self._evaluate()
         if self.version % plan.checkpoint_every == 0:
@@ -113,7 +118,7 @@ class Learner(Process):
         ordinals: list[int] = []
         index, last = 0, False
         attempt: int | None = None
-        asked = self._ask(index, attempt)
+        asked, self._ahead = self._ahead or self._ask(index, attempt), []
         while not last:
             claims = await self._agreed(asked, index, attempt)
             last, index, attempt = claims[0].last, index + 1, claims[0].attempt
@@ -127,18 +132,20 @@ class Learner(Process):
         return ordinals
 
     def _ask(self, index: int, attempt: int | None) -> list[asyncio.Task[tuple[Claim | None, str]]]:
-        return [self._ask_rank(rank, index, attempt) for rank in range(len(self._ranks))]
+        return [self._ask_rank(rank, self.version, index, attempt) for rank in range(len(self._ranks))]
 
-    def _ask_rank(self, rank: int, index: int, attempt: int | None) -> asyncio.Task[tuple[Claim | None, str]]:
-        task = self.world.loop.create_task(self._claim(rank, index, attempt))
+    def _ask_rank(
+        self, rank: int, step: int, index: int, attempt: int | None
+    ) -> asyncio.Task[tuple[Claim | None, str]]:
+        task = self.world.loop.create_task(self._claim(rank, step, index, attempt))
         self._tasks.append(task)  # type: ignore[arg-type]
         task.add_done_callback(self._tasks.remove)  # type: ignore[arg-type]
         return task
 
-    async def _claim(self, rank: int, index: int, attempt: int | None) -> tuple[Claim | None, str]:
+    async def _claim(self, rank: int, step: int, index: int, attempt: int | None) -> tuple[Claim | None, str]:
         """(the claim if there is one, why there will be none)."""
         plan = self.world.plan
-        where = {"learner_epoch": self._epoch, "step": self.version}
+        where = {"learner_epoch": self._epoch, "step": step}
         try:
             claim = await self._ranks[rank].claim(
                 TRAIN,
@@ -178,7 +185,7 @@ class Learner(Process):
             if "exhausted" in refusals:
                 raise RefusedError("exhausted")
             again = {
-                rank: self._ask_rank(rank, index, attempt)
+                rank: self._ask_rank(rank, self.version, index, attempt)
                 for rank, (claim, _) in enumerate(answers)
                 if claim is None
             }

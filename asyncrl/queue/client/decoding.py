@@ -42,6 +42,7 @@ class Received:
         self.groups.extend(other.groups)
         self.stamps.extend(other.stamps)
         self.corrupt.update(other.corrupt)
+        self.workers.extend(other.workers)
 
 
 def read_groups(value: Mapping[str, Any], frames: Frames) -> Received:

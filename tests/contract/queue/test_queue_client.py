@@ -322,6 +322,7 @@ async def test_a_client_puts_the_parts_of_a_claim_together(
     claimed = await claim(learner, opened, 0)
     assert ordinals(claimed.groups) == [0, 1, 2, 3, 5, 6, 7]
     assert (claimed.so_far, claimed.last, len(claimed.stamps)) == (7, True, 7)
+    assert [name.partition("/")[0] for name in claimed.workers] == ["worker"] * 7
 
 
 async def test_evaluation_waits_for_its_version_and_takes_any_order(queue: AnyQueue) -> None:

@@ -1,4 +1,4 @@
-"""What a learner says when no groups come."""
+"""The claims of a learner rank: their order, steps that begin anew, and the errors when no groups come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from asyncrl.device.turns import DeviceTurn
 from asyncrl.errors import RefusedError
 from asyncrl.learner import train_stream
 from asyncrl.learner.checks.group_check import Fault, GroupCheck
-from asyncrl.learner.train_stream import GroupsRefused, LeaveLoop, NoGroups, TrainStream, _counts_text
+from asyncrl.learner.train_stream import (
+    GroupsRefused,
+    LeaveLoop,
+    NoGroups,
+    StepRestarted,
+    TrainStream,
+    _counts_text,
+)
 from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
@@ -43,7 +50,7 @@ class Dry:
         return [mine]
 
 
-def stream_of(both: Any, config: Config | None = None) -> TrainStream:
+def stream_of(both: Any, config: Config | None = None, turn: DeviceTurn | None = None) -> TrainStream:
     """The stream of a rank whose queue and backend are one object."""
     return TrainStream(
         both,
@@ -54,7 +61,7 @@ def stream_of(both: Any, config: Config | None = None) -> TrainStream:
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
-        turn=DeviceTurn.always(),
+        turn=turn or DeviceTurn.always(),
         status=ProcessStatus(),
     )
 
@@ -203,42 +210,39 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
 
 
 class Recording(Dry):
-    """Every step is one claim without groups; `asked` holds the requests as (step, index)."""
+    """Every step is one claim without groups. `asked` holds the requests as (step, index) and the reports as "trained";
+    `answers` what the next claims are answered with, in place of a claim."""
 
     def __init__(self) -> None:
         super().__init__({})
-        self.asked: list[tuple[int, int]] = []
-        self.arrived = threading.Condition()
+        self.asked: list[tuple[int, int] | str] = []
+        self.answers: list[Claim | Exception | None] = []
 
-    def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim:
-        with self.arrived:
-            self.asked.append((step, index))
-            self.arrived.notify_all()
-        return Claim([], last=True, so_far=0)
+    def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim | None:
+        self.asked.append((step, index))
+        answer = self.answers.pop(0) if self.answers else Claim([], last=True, so_far=0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def trained(self, stream: str, *, step: int, **_: Any) -> int:
-        return step + 1
-
-    def wait_for(self, asked: list[tuple[int, int]]) -> None:
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: self.asked == asked, 10.0), self.asked
+    def trained(self, stream: str, **_: Any) -> str:
+        self.asked.append("trained")
+        return "counts"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_claim_of_a_step_leaves_with_the_report_of_the_one_before(rank: int) -> None:
+def test_the_first_claim_of_a_step_is_requested_behind_the_report_of_the_one_before(rank: int) -> None:
     queue = Recording()
     queue.rank = queue.data_rank = rank
     stream = stream_of(queue, Config(run=RunConfig(versions=3)))
-    list(stream.step(0))
-    stream.trained(0)
-    queue.wait_for([(0, 0), (1, 0)])
-    list(stream.step(1))
-    assert queue.asked == [(0, 0), (1, 0)]  # the request was not made again
-    stream.trained(1)
-    list(stream.step(2))
-    stream.trained(2)
+    for step in range(3):
+        list(stream.step(step))
+        assert stream.trained(step) == ("counts" if rank == 0 else None)
+    stream._request(9, 9, None).result(10.0)  # behind all others, on their thread
     stream.close()
-    assert queue.asked == [(0, 0), (1, 0), (2, 0)]  # there is no step 3
+    reports: list[tuple[int, int] | str] = ["trained"] if rank == 0 else []
+    first: list[tuple[int, int] | str] = [(0, 0), *reports, (1, 0), *reports, (2, 0), *reports]
+    assert queue.asked == [*first, (9, 9)]  # each once, and none of a step 3
 
 
 def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> None:
@@ -247,4 +251,43 @@ def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> Non
     stream.trained(0)
     list(stream.step(4))
     stream.close()
-    assert queue.asked == [(1, 0), (4, 0)]
+    assert queue.asked == ["trained", (1, 0), (4, 0)]
+
+
+def test_a_request_ahead_that_has_waited_in_vain_is_made_again() -> None:
+    queue = Recording()
+    queue.answers = [None]
+    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    stream.trained(0)
+    assert list(stream.step(1)) == [[]]
+    stream.close()
+    assert queue.asked == ["trained", (1, 0), (1, 0)]
+
+
+def test_a_step_that_begins_anew_does_not_keep_the_refused_request() -> None:
+    queue = Recording()
+    queue.answers = [RefusedError("abandoned")]
+    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    stream.trained(0)
+    with pytest.raises(StepRestarted):
+        next(stream.step(1))
+    assert list(stream.step(1)) == [[]]
+    stream.close()
+
+
+def test_the_device_is_offered_in_each_step_even_if_its_claims_are_there() -> None:
+    offers = 0
+
+    class Turn(DeviceTurn):
+        def offer(self) -> None:
+            nonlocal offers
+            offers += 1
+
+    stream = stream_of(Recording(), Config(run=RunConfig(versions=9)), Turn.always())
+    for step in range(3):
+        list(stream.step(step))
+        stream.trained(step)
+        assert stream._ahead is not None
+        stream._ahead[1].result(10.0)
+    stream.close()
+    assert offers == 3
