@@ -27,16 +27,27 @@ from asyncrl.twin.tune import KEYS, LEAST_GAIN, Change, tune
 
 GIVEN, TUNED = "given", "tuned"
 
+SPLIT = ("generators", "data_ranks")
+"""Fields of KEYS that are tried only where devices are given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """keys: those to set · changes: how the simulations came to them · best: their outcome · measured: throughput of
-    real runs with them over that of the given ones; None where nothing is to be set, or nothing was measured"""
+    real runs with them over that of the given ones; None where nothing is to be set, or nothing was measured · split:
+    whether devices were given, which may be split otherwise"""
 
     keys: Mapping[str, Any]
     changes: Sequence[Change]
     best: Simulated
     measured: Ratio | None
+    split: bool = False
+
+    @property
+    def slower(self) -> bool:
+        """Whether the real runs were slower with these keys."""
+        ratio = self.measured
+        return ratio is not None and (ratio.value if ratio.high is None else ratio.high) < 1
 
 
 def run_tuning(
@@ -55,13 +66,14 @@ def run_tuning(
     best, changes = tune(found, devices)
     keys = dict(_keys(config, found, best))
     if not keys:
-        return Tuning(keys, changes, best, None)
+        return Tuning(keys, changes, best, None, split=devices is not None)
     rates: dict[str, list[float]] = {GIVEN: [], TUNED: []}
     for repetition in range(repetitions):
         ways = [(GIVEN, {}), (TUNED, keys)]
         for name, chosen in reversed(ways) if repetition % 2 else ways:
             rates[name].append(runs.rate(name, chosen))
-    return Tuning(keys, changes, best, Ratio.of(rates[TUNED], rates[GIVEN]) if repetitions else None)
+    measured = Ratio.of(rates[TUNED], rates[GIVEN]) if repetitions else None
+    return Tuning(keys, changes, best, measured, split=devices is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +109,19 @@ def print_tuning(tuning: Tuning, write: Path | None, path: str) -> None:
     for change in tuning.changes:
         names = " ".join(f"{KEYS[field]}={_word(value)}" for field, value in change.fields.items())
         print(f"{names}: {change.gain:.2f} × ({change.reason()})")
+    if tuning.best.setup.max_staleness == 0:
+        print("asynchrony will not help you: the synchronous run is as fast, with the newest data")
     if not tuning.keys:
+        tried = [key for field, key in KEYS.items() if tuning.split or field not in SPLIT]
         print(
-            f"nothing to set: no value of {', '.join(KEYS.values())} gains {LEAST_GAIN - 1:.0%} in the simulation. "
+            f"nothing to set: no value of {', '.join(tried)} gains {LEAST_GAIN - 1:.0%} in the simulation. "
             "More devices for the pool that does not wait would (asyncrl plan)"
         )
         return
     print(_measured(tuning))
+    if tuning.slower:
+        print("nothing to set: keep the given keys")
+        return
     print("keys to set: " + " ".join(f"{key}={_word(value)}" for key, value in tuning.keys.items()))
     if write is not None:
         tree: dict[str, Any] = {"include": [str(Path(path).absolute())]}
@@ -115,9 +133,7 @@ def print_tuning(tuning: Tuning, write: Path | None, path: str) -> None:
 
 
 def _measured(tuning: Tuning) -> str:
-    best, ratio = tuning.best, tuning.measured
-    if best.setup.max_staleness == 0:
-        print("asynchrony will not help you: the synchronous run is as fast, with the newest data")
+    ratio = tuning.measured
     if ratio is None:
         return "not measured"
     text = f"measured: {ratio.value:.2f} × the throughput of the given keys"
@@ -126,6 +142,8 @@ def _measured(tuning: Tuning) -> str:
     text += f" ({ratio.low:.2f} to {ratio.high:.2f}, 95 %)"
     if ratio.low > 1:
         return text
+    if tuning.slower:
+        return f"{text}: slower, although the simulation has it faster"
     return f"{text}: not certain to be faster; give more --versions or --repetitions, or keep the given keys"
 
 

@@ -31,6 +31,7 @@ from rich.console import Console
 
 from asyncrl.bench.report import Length, Ratio, draw, print_report, shortest, verdict
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import at_least
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import COLOCATED
 from asyncrl.launch.local_run import train
@@ -310,13 +311,6 @@ def _seconds_to(steps: Sequence[Row], target: float) -> float | None:
     return None
 
 
-def _at_least_1(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl bench utilization",
@@ -325,9 +319,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="any config that `asyncrl train` takes")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--versions", type=_at_least_1, default=30, help="of each run (default: %(default)s)")
+    parser.add_argument("--versions", type=at_least(1), default=30, help="of each run (default: %(default)s)")
     parser.add_argument(
-        "--repetitions", type=_at_least_1, default=3, help="runs of each mode (default: %(default)s)"
+        "--repetitions", type=at_least(1), default=3, help="runs of each mode (default: %(default)s)"
     )
     parser.add_argument(
         "--seconds",

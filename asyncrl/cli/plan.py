@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.cli.command import Arguments, Command, option, read_config
+from asyncrl.config.rules import at_least
 
 
 def _plan(arguments: Arguments) -> int:
@@ -32,13 +33,6 @@ def _tune(arguments: Arguments) -> int:
     return 0
 
 
-def _count(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 COMMANDS: dict[str, Command] = {
     "plan": Command(
         _plan,
@@ -51,7 +45,7 @@ COMMANDS: dict[str, Command] = {
             option(
                 "--devices",
                 metavar="N",
-                type=_count,
+                type=at_least(1),
                 required=True,
                 help="of generators and learner together",
             ),
@@ -71,16 +65,20 @@ COMMANDS: dict[str, Command] = {
             option(
                 "--devices",
                 metavar="N",
-                type=_count,
+                type=at_least(1),
                 help="to be split into the pools; unless given they stay",
             ),
             option(
-                "--versions", metavar="N", type=_count, default=20, help="of each run (default: %(default)s)"
+                "--versions",
+                metavar="N",
+                type=at_least(1),
+                default=20,
+                help="of each run (default: %(default)s)",
             ),
             option(
                 "--repetitions",
                 metavar="N",
-                type=int,
+                type=at_least(0),
                 default=2,
                 help="of the comparison; 0: simulations alone (default: %(default)s)",
             ),

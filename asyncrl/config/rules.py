@@ -5,6 +5,7 @@ The type of a key has its limits, `lease_s: Seconds = 30.0`; the JSON Schema has
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import difflib
@@ -12,7 +13,7 @@ import functools
 import math
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -349,3 +350,18 @@ def redis_url_rule(at: str, url: str | None) -> Rule:
         "is no URL of Redis: redis://, rediss:// (TLS), unix:// or redis+sentinel://HOST:PORT,HOST:PORT/PRIMARY/DB",
         f"write e.g. {at}.redis_url=redis://127.0.0.1:6379/0; in a password write %2F for /, %40 for @ and %3A for :",
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argparse option: a whole number from `least` on.
+
+    >>> at_least(1)("3")
+    3
+    """
+
+    def number(word: str) -> int:
+        if not word.removeprefix("-").isdecimal() or int(word) < least:
+            raise argparse.ArgumentTypeError(f"{word!r} is no whole number from {least} on")
+        return int(word)
+
+    return number

@@ -6,10 +6,10 @@
                                         waits in the broker until a group is ready
 
 The trainer waits for the slower of compute and claim. Each rank requests the first claim of the next step once it has
-reported the step, or published its version, so that the claim comes while the metrics are written. The ranks exchange whether they have their claim and whether a
-stop was requested, and take the claim once every rank has it. If the queue has restarted the step meanwhile (groups of
-it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a rank finds a fault
-(`checks/group_check.py`).
+published its version, rank 0 once it has reported the step: so the claim comes while metrics are written. The ranks
+exchange whether they have their claim and whether a stop was requested, and take the claim once every rank has it. If
+the queue has restarted the step meanwhile (groups of it were lost, or one cannot be read), all ranks begin it anew. So
+they do without groups in which a rank finds a fault (`checks/group_check.py`).
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def config_of(folder: Path) -> Config:
     """The configuration of the run. ConfigError (key run) if the folder has none."""
     written = folder / "config.yaml"
     if not written.exists():
-        remedy = "give the folder of a run, or the run's configuration with --config"
+        remedy = "give the folder of a run, or its name under runs/"
         raise ConfigError("run", str(folder), "holds no config.yaml", remedy)
     return load_config(written)
 

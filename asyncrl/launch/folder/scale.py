@@ -6,6 +6,7 @@ asyncrl scale RUN N ──writes──▸ RUN/generators ──taken away by─�
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ DEADLINE_S = 15.0
 
 LOOK_S = 0.05
 
+PER_CORE = 8
+"""Generators of a pool for each core of this machine: each is a process, with a model of its own unless it talks to a
+server."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
@@ -39,7 +44,8 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
     """Have the launcher of a run start generators of a pool, or let some leave. Returns its folder.
 
     Raises:
-        ConfigError: There is no such run or pool, or its generators have GPUs of their own and are to become more.
+        ConfigError: There is no such run or pool, its generators have GPUs of their own and are to become more, or are
+            more than PER_CORE allows.
         DeadlineError: No launcher of this run has taken the request.
     """
     folder, count = find_run(target), request.count
@@ -53,6 +59,9 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
         f"give {generator.count} or less, or start others by hand: CUDA_VISIBLE_DEVICES=… asyncrl generator …"
     )
     require(not generator.devices or count <= generator.count, "N", count, rule, remedy)
+    most = max(generator.count, PER_CORE * (os.cpu_count() or 1))
+    rule = f"are more processes than this machine bears, {most} at most"
+    require(count <= most, "N", count, rule, "start others on other machines: asyncrl generator CONFIG")
     path = _file(folder, request.pool)
     replace_text(path, str(count))
     deadline = time.monotonic() + deadline_s

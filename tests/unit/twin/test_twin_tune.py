@@ -130,10 +130,35 @@ def test_a_difference_that_is_not_certain_is_called_so(
     assert words in capsys.readouterr().out
 
 
-def test_nothing_to_set_is_said_so(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ratio", [Ratio(0.8, 0.7, 0.9), Ratio(0.8, None, None)])
+def test_keys_that_were_measured_to_be_slower_are_not_set(
+    path: str, ratio: Ratio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuning.print_tuning(tuned(ratio), tmp_path / "tuned.yaml", path)
+    printed = capsys.readouterr().out
+    assert printed.endswith("nothing to set: keep the given keys\n")
+    assert "keys to set" not in printed
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_nothing_to_set_names_the_keys_that_were_tried(
+    path: str, split: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     best, _ = long_tail()
+    tuning.print_tuning(tuning.Tuning({}, [], best, None, split), None, path)
+    printed = capsys.readouterr().out
+    assert printed.startswith("nothing to set: no value of ")
+    assert ("generator.count, learner.processes" in printed) == split
+
+
+def test_a_synchronous_run_that_has_nothing_to_set_needs_no_asynchrony(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, _ = long_tail()
+    best = replace(best, setup=replace(best.setup, max_staleness=0))
     tuning.print_tuning(tuning.Tuning({}, [], best, None), None, path)
-    assert "nothing to set" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("asynchrony will not help you")
 
 
 def test_too_few_versions_are_refused_before_any_run(path: str, tmp_path: Path) -> None:

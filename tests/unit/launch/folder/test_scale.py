@@ -83,3 +83,15 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_number_counts_for_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text, encoding="latin-1")
     assert take_request(tmp_path) is None
+
+
+def test_more_generators_than_the_machine_bears_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    reward = RewardConfig(function="asyncrl.tasks.addition:reward")
+    (tmp_path / "config.yaml").write_text(render(Config(model=ModelConfig(path="model"), reward=reward)))
+    with pytest.raises(ConfigError, match="N = 17: are more processes than this machine bears, 16 at most"):
+        scale(str(tmp_path), ScaleRequest(17))
+    with pytest.raises(DeadlineError):
+        scale(str(tmp_path), ScaleRequest(16), deadline_s=0.0)
