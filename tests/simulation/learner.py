@@ -1,7 +1,7 @@
 """The learner of a simulated run, all ranks of it, as in trainer.py and train_stream.py of asyncrl/learner.
 
-It claims one ahead of the computation, publishes, reports, evaluates and checkpoints. It requests the first claim of the
-next step with the report, on ranks other than the first even before that.
+It claims one ahead of the computation, publishes, reports, evaluates and checkpoints. It requests the first claim of
+the next step with the report, on ranks other than the first even before that.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.addresses import stays_here
 from asyncrl.config.rules import require
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.errors import DeadlineError
 from asyncrl.launch.folder.run_folder import config_of, find_run
@@ -45,23 +47,11 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
 
     Raises:
         ConfigError: There is no such run or pool, its generators have GPUs of their own and are to become more, or are
-            more than PER_CORE allows.
+            more than PER_CORE allows on the machine that all of them run on.
         DeadlineError: No launcher of this run has taken the request.
     """
     folder, count = find_run(target), request.count
-    pools = config_of(folder).generator_pools
-    known = ", ".join(filter(None, pools)) or "none beside generator's own"
-    require(request.pool in pools, "--pool", request.pool, "the run has no such pool", f"it has {known}")
-    generator, at = pools[request.pool], key_of_pool(request.pool)
-    require(count >= 1, "N", count, "a pool needs a generator", "give a number from 1 on")
-    rule = f"{at}.devices={generator.devices} has GPUs for {at}.count={generator.count} generators"
-    remedy = (
-        f"give {generator.count} or less, or start others by hand: CUDA_VISIBLE_DEVICES=… asyncrl generator …"
-    )
-    require(not generator.devices or count <= generator.count, "N", count, rule, remedy)
-    most = max(generator.count, PER_CORE * (os.cpu_count() or 1))
-    rule = f"are more processes than this machine bears, {most} at most"
-    require(count <= most, "N", count, rule, "start others on other machines: asyncrl generator CONFIG")
+    _check(request, config_of(folder))
     path = _file(folder, request.pool)
     replace_text(path, str(count))
     deadline = time.monotonic() + deadline_s
@@ -72,6 +62,23 @@ def scale(target: str, request: ScaleRequest, deadline_s: float = DEADLINE_S) ->
             raise DeadlineError("asyncrl scale", whom, "a look at this request", deadline_s, remedy)
         time.sleep(LOOK_S)
     return folder
+
+
+def _check(request: ScaleRequest, config: Config) -> None:
+    pools, count = config.generator_pools, request.count
+    known = ", ".join(filter(None, pools)) or "none beside generator's own"
+    require(request.pool in pools, "--pool", request.pool, "the run has no such pool", f"it has {known}")
+    generator, at = pools[request.pool], key_of_pool(request.pool)
+    require(count >= 1, "N", count, "a pool needs a generator", "give a number from 1 on")
+    rule = f"{at}.devices={generator.devices} has GPUs for {at}.count={generator.count} generators"
+    remedy = (
+        f"give {generator.count} or less, or start others by hand: CUDA_VISIBLE_DEVICES=… asyncrl generator …"
+    )
+    require(not generator.devices or count <= generator.count, "N", count, rule, remedy)
+    most = max(generator.count, PER_CORE * (os.cpu_count() or 1))
+    rule = f"are more processes than this machine bears, {most} at most, and no other one reaches the queue"
+    may = count <= most or not stays_here(config.queue.address)
+    require(may, "N", count, rule, f"give {most} or less, or set queue.address to one that others reach")
 
 
 def _file(folder: Path, pool: str) -> Path:

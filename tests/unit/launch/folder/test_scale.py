@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.commented_yaml import render
-from asyncrl.config.schema import Config, GeneratorConfig, ModelConfig, PlacementConfig, RewardConfig
+from asyncrl.config.schema import (
+    Config,
+    GeneratorConfig,
+    ModelConfig,
+    PlacementConfig,
+    QueueConfig,
+    RewardConfig,
+)
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.launch.folder.scale import FILE, ScaleRequest, scale, take_request
 
@@ -85,13 +92,17 @@ def test_what_is_no_number_counts_for_nothing(tmp_path: Path, text: str) -> None
     assert take_request(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("address", "count", "refused"),
+    [("tcp://127.0.0.1:*", 17, True), ("tcp://127.0.0.1:*", 16, False), ("tcp://10.0.0.1:5", 17, False)],
+)
 def test_more_generators_than_the_machine_bears_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, count: int, refused: bool
 ) -> None:
+    """Unless others may run elsewhere."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    reward = RewardConfig(function="asyncrl.tasks.addition:reward")
-    (tmp_path / "config.yaml").write_text(render(Config(model=ModelConfig(path="model"), reward=reward)))
-    with pytest.raises(ConfigError, match="N = 17: are more processes than this machine bears, 16 at most"):
-        scale(str(tmp_path), ScaleRequest(17))
-    with pytest.raises(DeadlineError):
-        scale(str(tmp_path), ScaleRequest(16), deadline_s=0.0)
+    monkeypatch.setattr(
+        "asyncrl.launch.folder.scale.config_of", lambda _: Config(queue=QueueConfig(address=address))
+    )
+    with pytest.raises(ConfigError if refused else DeadlineError, match="16 at most" if refused else None):
+        scale(str(tmp_path), ScaleRequest(count), deadline_s=0.0)
