@@ -102,7 +102,8 @@ def test_more_generators_than_the_machine_bears_are_refused(
     """Unless others may run elsewhere."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(
-        "asyncrl.launch.folder.scale.config_of", lambda _: Config(queue=QueueConfig(address=address))
+        "asyncrl.launch.folder.scale.config_of",
+        lambda _: Config(queue=QueueConfig(address=address, keys="keys")),
     )
     with pytest.raises(ConfigError if refused else DeadlineError, match="16 at most" if refused else None):
         scale(str(tmp_path), ScaleRequest(count), deadline_s=0.0)
