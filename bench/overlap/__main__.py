@@ -128,7 +128,7 @@ def measured(arm: Arm, folder: Path) -> Measured:
 
 
 def _lengths(times: Times, version: int) -> list[list[int]]:
-    """Of each group of the step that has made this version."""
+    """The samples' lengths of each group of the step that has made this version."""
     return times.lengths(range((version - 1) * GROUPS, version * GROUPS), GROUP_SIZE)
 
 

@@ -131,7 +131,8 @@ def measured(folder: Path) -> Measured:
         cores = {
             f"crowd_cores_{kind}": (_cpu_s(each) - before[kind]) / seconds for kind, each in kinds.items()
         }
-        _await_steps(SKIPPED + VERSIONS, learner, run)
+        if code := learner.wait(DEADLINE_S):
+            raise ProcessDiedError(f"the learner ended with {code}: {_end_of_log(run)}")
     rows = _steps(run)[SKIPPED:]
     seconds, tokens = (sum(row[name] for row in rows) for name in ("perf/step_s", "train/tokens"))
     return {
@@ -145,12 +146,15 @@ def _await_steps(count: int, learner: subprocess.Popen[bytes], run: Path) -> Non
     """Until that many versions are trained."""
     deadline = time.monotonic() + DEADLINE_S
     while len(_steps(run)) < count:
-        if learner.poll():
-            end = (run.parent / "learner.log").read_text()[-2000:]
-            raise ProcessDiedError(f"the learner ended with {learner.returncode}: {end}")
+        if learner.poll() is not None:
+            raise ProcessDiedError(f"the learner ended with {learner.returncode}: {_end_of_log(run)}")
         if time.monotonic() > deadline:
             raise DeadlineError("bench.overlap", "the learner", f"version {count}", DEADLINE_S)
         time.sleep(0.5)
+
+
+def _end_of_log(run: Path) -> str:
+    return (run.parent / "learner.log").read_text()[-2000:]
 
 
 def _steps(run: Path) -> list[dict[str, Any]]:

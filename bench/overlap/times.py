@@ -23,7 +23,7 @@ VARIABLE = "ASYNCRL_BENCH_TIMES"
 """The environment variable by which processes of a run get their times."""
 
 PROMPT_TOKENS = 2
-"""Of each task of overlap.yaml."""
+"""The length of the prompts of overlap.yaml's tasks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
     generation   the embedded engine's batch of slots · the loop's static cache
     training     from groups to the optimizer step (`version_step.py`) · the loop's one padded forward and backward
 
-All answers are of one length, so that padding costs nothing and all rows end together: the loop's best case. The model
-is the demo's, of random weights. Both sides take turns in one process.
+All answers are of one length, so that padding costs nothing and all rows end together: the loop's best case but for its
+cache, all of whose columns its attention reads in each step, those to come included. The model is the demo's, of random
+weights. Both sides take turns in one process.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """The length of all answers together."""
         return len(self.prompt_RP) * self.length
 
 
@@ -75,8 +76,8 @@ class Bare:
         self._loop = BareLoop(Race(folder, folder / "model", 0.0, 0, 0.0))
         self._loop.end_id = -1  # no answer ends before its length
 
-    def generation(self, case: Case) -> Callable[[], object]:
-        return lambda: self._loop.generate(case.prompt_RP, most=case.length)
+    def generation(self, case: Case) -> Callable[[], int]:
+        return lambda: self._loop.generate(case.prompt_RP, most=case.length).numel()
 
     def training(self, case: Case) -> Callable[[], object]:
         new_RT = torch.tensor([sample.answer for group in samples(case) for sample in group])
@@ -96,14 +97,14 @@ class Asyncrl:
             folder / "model", attn_implementation=ATTENTION, dtype=torch.float32
         ).eval()
 
-    def generation(self, case: Case) -> Callable[[], object]:
+    def generation(self, case: Case) -> Callable[[], int]:
         sampling = Sampling(max_tokens=case.length)
         requests = [
             SampleRequest(str(ordinal), prompt, sampling, ordinal, SAMPLES)
             for ordinal, prompt in enumerate(case.prompt_RP[::SAMPLES].numpy())
         ]
 
-        def run() -> None:
+        def run() -> int:
             batch = SlotBatch(
                 self._engine_model,
                 slots=len(case.prompt_RP),
@@ -113,8 +114,10 @@ class Asyncrl:
             )
             for request in requests:
                 batch.add(request)
+            made = 0
             while not batch.idle:
-                batch.step()
+                made += sum(len(turn.output_ids) for _, turns in batch.step() for turn in turns)
+            return made
 
         return run
 
@@ -219,7 +222,7 @@ def main() -> None:
         folder = Path(temporary)
         write_model(folder / "model")
         sides: dict[str, Bare | Asyncrl] = {"asyncrl": Asyncrl(folder), "bare": Bare(folder)}
-        repetition(sides, args.lengths[:1], 0)  # what is slow once
+        repetition(sides, args.lengths[:1], 0)  # warms up
         rounds = []
         for number in range(args.rounds):
             rounds.append(repetition(sides, args.lengths, number))
