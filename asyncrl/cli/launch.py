@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.cli.command import Arguments, Command, option, read_config
+from asyncrl.config.rules import at_least
 
 
 def _kubernetes(arguments: Arguments) -> int:
@@ -54,7 +55,7 @@ def _slurm(arguments: Arguments) -> int:
 
 GPUS_PER_NODE = option(
     "--gpus-per-node",
-    type=int,
+    type=at_least(0),
     default=8,
     metavar="N",
     help="of one node, 8 unless given; 0: no rank gets a GPU",
@@ -96,8 +97,7 @@ COMMANDS: dict[str, Command] = {
             ),
             option(
                 "--max-generators",
-                type=int,
-                default=0,
+                type=at_least(1),
                 metavar="N",
                 help="up to which an autoscaler starts more than generator.count, while the learner waits",
             ),
@@ -117,7 +117,7 @@ COMMANDS: dict[str, Command] = {
             GPUS_PER_NODE,
             option(
                 "--cpus-per-node",
-                type=int,
+                type=at_least(0),
                 default=0,
                 metavar="N",
                 help="of one node; unless given, nodes have as many as they need",

@@ -24,6 +24,11 @@ from asyncrl.twin.times import StageTimes, read_times
 WORTH = 1.05
 """Asynchrony must be so many times as fast as the best synchronous way to be worth stale data."""
 
+POOLS = ("generators", "learner")
+
+IDLE = 0.25
+"""A pool that is busy for less of the time has more devices than the run can fill."""
+
 
 COLUMNS = (
     "mode",
@@ -137,6 +142,9 @@ def print_run_plan(
     print(f"\n{worth(outcomes)}")
     if busiest := max(outcome.brokers[0] for outcome in outcomes):
         print(f"the queue is busy {busiest:.1%} of the time at most")
+    for pool in POOLS:
+        if best.busy(pool) < IDLE:
+            print(f"the {pool} would be busy {best.busy(pool):.0%} of the time: try fewer --devices")
     print("keys to set: " + " ".join(f"{name}={value}" for name, value in keys(best, times, config)))
 
 
@@ -193,7 +201,7 @@ def _number(value: float) -> str:
 
 
 def _as_json(outcome: Simulated) -> dict[str, Any]:
-    setup, pools = outcome.setup, ("generators", "learner")
+    setup, pools = outcome.setup, POOLS
     return {
         "mode": setup.mode,
         "generators": setup.generators,

@@ -80,7 +80,7 @@ def manifests(config: Config, order: PodOrder) -> list[Object]:
         _learner(config, order, learner),
         _deployment(config, order, generators),
         *(_deployment(config, order, pool) for pool in every.values()),
-        *([_autoscaler(config, order)] if order.max_generators > config.generator.count else []),
+        *([_autoscaler(config, order)] if order.max_generators is not None else []),
     ]
 
 
@@ -203,7 +203,7 @@ def learner_nodes(role: Role, gpus_per_node: int) -> int:
 
 def _deployment(config: Config, order: PodOrder, role: Role) -> Object:
     """An autoscaler decides itself how many generators there are."""
-    scaled = role.name == GENERATORS and order.max_generators > len(role.processes)
+    scaled = role.name == GENERATORS and order.max_generators is not None
     spec = {
         **({} if scaled else {"replicas": len(role.processes)}),
         # There may be no room for two at a time, and a model that learns has one process.

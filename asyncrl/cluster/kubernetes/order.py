@@ -25,13 +25,16 @@ QUEUE_PORT, REDIS_PORT = 5555, 6379
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """Names of hosts have 63 characters, and the names of the run's pods add to it."""
 
+LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
+
 
 @dataclass(frozen=True, slots=True)
 class PodOrder:
     """image: has `asyncrl` on its PATH · claim: a volume that all pods write to; none: one of `storage` is made
     kueue_queue: of Kueue, in the namespace · env_secret: whose entries become variables, e.g. HF_TOKEN
     gpus_per_node: 0: no rank gets a GPU · gpu_resource: name of one GPU
-    max_generators: more than generator.count: the autoscaler may start so many
+    max_generators: more than generator.count: the autoscaler may start so many; None: there is none
     """
 
     image: str
@@ -42,7 +45,7 @@ class PodOrder:
     env_secret: str | None = None
     gpus_per_node: int = 8
     gpu_resource: str = "nvidia.com/gpu"
-    max_generators: int = 0
+    max_generators: int | None = None
 
 
 def in_pods(config: Config, order: PodOrder) -> Config:
@@ -91,7 +94,16 @@ def _check(config: Config, order: PodOrder) -> None:
     server_keys(config.queue.keys), client_keys(config.queue.keys)
     host, rule = config.sync.host, "is the address of one machine, and each pod has its own"
     require(host is None, "sync.host", host, rule, "leave it out")
-    scales = order.max_generators > config.generator.count
+    rule, remedy = "is no name of Kubernetes: at most 63 of a-z, 0-9 and -", "give --namespace my-team"
+    require(LABEL.fullmatch(order.namespace) is not None, "--namespace", order.namespace, rule, remedy)
+    rule, remedy = "is no size of Kubernetes", "give --storage 100Gi"
+    require(QUANTITY.fullmatch(order.storage) is not None, "--storage", order.storage, rule, remedy)
+    require(order.image.strip() != "", "--image", order.image, "is empty", "give --image asyncrl:gpu")
+    most, count = order.max_generators, config.generator.count
+    rule = f"must be above generator.count={count}, which run in any case"
+    may = most is None or most > count
+    require(may, "--max-generators", most, rule, "name more, or leave it out for a fixed number")
+    scales = most is not None
     rule = "is not set, and the autoscaler needs the waits that the learner serves there"
     remedy = "set telemetry.prometheus_port=9400, or leave --max-generators out"
     require(port != 0 and not (scales and port is None), "telemetry.prometheus_port", port, rule, remedy)

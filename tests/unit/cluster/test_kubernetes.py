@@ -274,6 +274,24 @@ def test_what_cannot_work_in_pods_is_refused_by_key(words: list[str], word: str,
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("namespace", "BAD_NS", "--namespace = 'BAD_NS': is no name of Kubernetes"),
+        ("storage", "lots", "--storage = 'lots': is no size of Kubernetes"),
+        ("image", " ", "--image = ' ': is empty"),
+        ("max_generators", 3, "--max-generators = 3: must be above generator.count=3"),
+    ],
+)
+def test_an_order_that_no_cluster_takes_is_refused(
+    words: list[str], field: str, value: object, message: str
+) -> None:
+    changes: dict[str, Any] = {field: value}
+    with pytest.raises(ConfigError) as caught:
+        manifests(config_of(words, "generator.count=3"), dataclasses.replace(ORDER, **changes))
+    assert str(caught.value).startswith(message)
+
+
 def test_a_process_that_no_node_holds_is_refused(words: list[str]) -> None:
     order = dataclasses.replace(ORDER, gpus_per_node=1)
     with pytest.raises(ConfigError, match="--gpus-per-node = 1: generators: a node must have 2"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,15 @@ def test_the_keys_it_prints_are_keys(files: tuple[str, str], capsys: pytest.Capt
     cli.main(["plan", config, "--devices", "4", "--times", times])
     keys = capsys.readouterr().out.splitlines()[-1].removeprefix("keys to set: ").split()
     assert cli.main(["config", config, "--rules-only", *keys]) == 0
+
+
+def test_a_pool_that_hardly_works_is_named(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, times = files
+    cli.main(["plan", config, "--devices", "400", "--times", times])
+    *_, remark, _ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"the generators would be busy \d+% of the time: try fewer --devices", remark)
 
 
 def test_for_programs(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
