@@ -37,7 +37,7 @@ def stopped_run(folder: Path) -> tuple[Config, Path]:
     """At version 4, with checkpoints of 1, 2, 3, 4 and no final/."""
     config = config_of(folder, "stopped", versions=9)
     case = Case(config, FakeQueue())
-    case.queue.on_claim = lambda step, index: case.stop.set() if step == 3 else None
+    case.queue.on_claim = lambda step, index: case.stop.set() if (step, index) == (3, 1) else None
     with pytest.raises(StoppedError):
         case.trainer.run()
     assert not (case.folder / "final").exists()
