@@ -114,9 +114,8 @@ class TrainStream:
         self._versions = config.run.versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._attempt = 0  # of the step whose claims came last
-        self._ahead: tuple[int, Future[Claim | None]] | None = (
-            None  # a step, and the request of its first claim
-        )
+        # A step, and the request of its first claim.
+        self._ahead: tuple[int, Future[Claim | None]] | None = None
 
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of a step, one list per claim (empty if only other ranks have some).
