@@ -131,7 +131,11 @@ def measured(folder: Path) -> Measured:
         cores = {
             f"crowd_cores_{kind}": (_cpu_s(each) - before[kind]) / seconds for kind, each in kinds.items()
         }
-        if code := learner.wait(DEADLINE_S):
+        try:
+            code = learner.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError("bench.overlap", "the learner", "its end", DEADLINE_S) from None
+        if code:
             raise ProcessDiedError(f"the learner ended with {code}: {_end_of_log(run)}")
     rows = _steps(run)[SKIPPED:]
     seconds, tokens = (sum(row[name] for row in rows) for name in ("perf/step_s", "train/tokens"))
