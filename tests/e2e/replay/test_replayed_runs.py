@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from own_functions import LENGTH
-from processes import child, finished, newest_checkpoint, ran, started, succeeded, until, until_trained
+from processes import child, finished, newest_checkpoint, ran, started, until, until_trained
 
 from asyncrl.telemetry.decisions import TrainedVersion, read_lives
 
@@ -24,6 +24,11 @@ def trained(run: Path) -> list[TrainedVersion]:
     return [TrainedVersion.from_wire(item) for item in items if item[0] == "trained"]
 
 
+def lives_of(run: Path, process: str) -> list[int]:
+    """Numbers of the lives of this process that have recorded something."""
+    return [life.number for life in read_lives(run / "decisions") if life.process == process]
+
+
 def assert_made_again(run: Path, *words: str) -> str:
     """The last weights, which all differ from each other; a step that was made twice has the same."""
     steps = trained(run)
@@ -38,11 +43,14 @@ def assert_made_again(run: Path, *words: str) -> str:
 
 def test_a_run_with_a_killed_generator(config_file: Path) -> None:
     run = config_file.parent / "it"
-    with started("asyncrl", "train", str(config_file), *run_keys(2), "run.versions=8") as launcher:
+    with started("asyncrl", "train", str(config_file), *run_keys(2)) as launcher:
+        until(lambda: lives_of(run, "generator-0") == [0], "decisions of the generator", launcher)
         until_trained(run, 3, launcher)
         child(launcher, "generator-0").kill()
-        succeeded(launcher)
-    assert [life.number for life in read_lives(run / "decisions") if life.process == "generator-0"] == [0, 1]
+        until(lambda: lives_of(run, "generator-0") == [0, 1], "decisions of its second life", launcher)
+        until_trained(run, 6, launcher)
+        launcher.terminate()
+        assert finished(launcher)[0] == 10
     assert_made_again(run)
 
 
