@@ -4,9 +4,10 @@
     metrics   seconds of each loop by name, tokens, rollouts
     rollouts  lengths of some; their mean is corrected to that of all
 
-A decode step takes step_s + n · sequence_s. Engines that time their steps have that line in the metrics. For others it
-is the time of a group over the tokens of its longest rollout, against the sequences that its generator decoded
-meanwhile. The height of the line is then set by the engines' seconds of computation and their tokens.
+A decode step takes step_s + n · sequence_s. Engines that time their steps have that line in the metrics, and another
+of their prefills. For others it is the time of a group over the tokens of its longest rollout, against the sequences
+that its generator decoded meanwhile, prefills included. The height of that line is then set by the engines' seconds of
+decoding and their tokens; that of the prefills by their share of the engines' seconds.
 """
 
 from __future__ import annotations
@@ -133,27 +134,56 @@ def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTi
         seconds = np.diff(moments)
         counts = np.divide(np.diff(integral), seconds, where=seconds > 0, out=np.zeros_like(seconds))
         passed.append(np.array([np.minimum(alike * counts, config.generator.slots), seconds]))
-    last = run.metrics.versions[-1]
-    step_s, sequence_s = (last.get(f"perf/generator/decode/{name}") for name in ("step_s", "sequence_s"))
-    if step_s is None or sequence_s is None:
-        step_s, sequence_s = line(*np.concatenate(found, axis=1))
-    height = _height(run.metrics.versions, np.concatenate(passed, axis=1), step_s, sequence_s)
+    rows = run.metrics.versions
+    lines = _timed(rows[-1]) or GenerationTimes(*line(*np.concatenate(found, axis=1)))
+    computed, timed = _computed(rows), _timed_seconds(rows[-1])
+    height = _height(rows, np.concatenate(passed, axis=1), lines, lengths.mean())
+    slower = (
+        computed / sum(timed) if computed and sum(timed) else 1.0
+    )  # other threads, and all that is not timed
     reward_s = sum(span.end - span.start for span in _spans(run, "score")) / len(_spans(run, "generate"))
-    return GenerationTimes(step_s * height, sequence_s * height, reward_s)
-
-
-def _height(rows: Rows, passed: np.ndarray, step_s: float, sequence_s: float) -> float:
-    """By how much the engines were slower than the line says: the tokens that it gives for the seconds that they
-    computed, over those that they made."""
-    computed = sum(
-        row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1) for row in rows
+    return GenerationTimes(
+        step_s=lines.step_s * height,
+        sequence_s=lines.sequence_s * height,
+        prefill_s=lines.prefill_s * slower,
+        prefill_sequence_s=lines.prefill_sequence_s * slower,
+        reward_s=reward_s,
     )
-    made = rows[-1].get("rollout/tokens_generated", 0.0)
-    if not computed or not made:
+
+
+def _timed(row: Mapping[str, Any]) -> GenerationTimes | None:
+    """The lines of engines that time their steps."""
+    if "perf/generator/decode/step_s" not in row:
+        return None
+    names = [
+        f"perf/generator/{stage}/{of}" for stage in ("decode", "prefill") for of in ("step_s", "sequence_s")
+    ]
+    return GenerationTimes(*(row.get(name, 0.0) for name in names))
+
+
+def _timed_seconds(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Of decode steps and of prefills, of engines that time them."""
+    decode, prefill = (row.get(f"perf/generator/{stage}/seconds", 0.0) for stage in ("decode", "prefill"))
+    return decode, prefill
+
+
+def _computed(rows: Rows) -> float:
+    """Seconds in which the engines worked."""
+    return sum(row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1) for row in rows)
+
+
+def _height(rows: Rows, passed: np.ndarray, lines: GenerationTimes, mean_tokens: float) -> float:
+    """By how much decode steps were slower than by their line: the tokens that it gives for the seconds in which the
+    engines decoded, over those that they made. A prefill makes the first token of a sequence."""
+    decode_s, prefill_s = _timed_seconds(rows[-1])
+    share = prefill_s / (prefill_s + decode_s) if prefill_s else 0.0
+    decoded_s = _computed(rows) * (1 - share)
+    made = rows[-1].get("rollout/tokens_generated", 0.0) * (1 - lines.first_tokens / mean_tokens)
+    if not decoded_s or made <= 0:
         return 1.0
     sequences, seconds = passed[:, passed[0] > 0]
-    tokens = float((seconds * sequences / (step_s + sequence_s * sequences)).sum())
-    return tokens * computed / float(seconds.sum()) / made
+    tokens = float((seconds * sequences / (lines.step_s + lines.sequence_s * sequences)).sum())
+    return tokens * decoded_s / float(seconds.sum()) / made
 
 
 def under_way(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -217,8 +247,11 @@ def _seconds(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _report_s(rows: Rows) -> float:
-    """Seconds of a request without groups."""
-    return float(np.median([row.get("perf/time/wait/queue", 0.0) for row in rows]))
+    """Seconds of a request without groups. In old runs the learner waited for its whole report."""
+    waited = [1e3 * row.get("perf/time/wait/queue", 0.0) for row in rows]
+    return 1e-3 * float(
+        np.median([row.get("queue/report_ms", ms) for row, ms in zip(rows, waited, strict=True)])
+    )
 
 
 def _first_claim_s(rows: Rows) -> float:

@@ -123,14 +123,18 @@ def bound(setup: Setup, times: StageTimes, tokens: float, learn_s: float) -> flo
     """Groups per second without any wait.
 
     One version takes max(G, L) where the pools overlap, and G + L where they take turns. A generator is fastest with
-    all of its share of the sequences that may be under way.
+    all of its share of the sequences that may be under way. Prefills are fewest if a group's sequences join together,
+    and the groups of all slots at once.
 
     tokens: of the policy in a version · learn_s: L, seconds of the learner for a version, its publication included
     """
     under_way = min((setup.spare_versions + 1) * setup.groups, setup.depth_groups + setup.window_groups)
     sequences = min(setup.slots, under_way * setup.group_size / setup.generators)
-    of_a_step = times.generation.step_s + times.generation.sequence_s * sequences
-    generate_s = tokens / setup.generators * of_a_step / sequences
+    rollouts, generation = setup.groups * setup.group_size, times.generation
+    decoded = tokens - rollouts * generation.first_tokens
+    generate_s = decoded * generation.decode(sequences) / sequences
+    generate_s += setup.groups * (generation.prefill_sequence_s + generation.prefill_s / setup.slots)
+    generate_s /= setup.generators
     in_turns = setup.colocated or (setup.max_staleness == 0 and setup.claim_tokens is None)
     if setup.colocated:
         generate_s += times.sync.switch_s

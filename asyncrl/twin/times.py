@@ -1,6 +1,7 @@
 """The stage times that a simulation runs on: calibrated from a run, or written by hand as a YAML file.
 
     decode step of n sequences     generation.step_s + n · generation.sequence_s
+    prefill, as n of them join     generation.prefill_s + n · generation.prefill_sequence_s: nobody decodes meanwhile
     a group, once it is decoded    generation.reward_s, beside the decoding of others
     a claim of the learner         learner.claim_s + learner.token_s · tokens of the busiest data rank
     a version of the learner       learner.version_s once, then learner.publish_s and learner.report_s
@@ -31,6 +32,10 @@ AT = "times"
 class GenerationTimes(Section):
     step_s: NotNegative = key(0.02, "seconds of a decode step, before the sequences in it count")
     sequence_s: NotNegative = key(0.0002, "seconds that each sequence adds to a decode step")
+    prefill_s: NotNegative = key(0.0, "seconds of a prefill, before the sequences that join with it count")
+    prefill_sequence_s: NotNegative = key(
+        0.0, "seconds that each sequence adds to the prefill with which it joins"
+    )
     reward_s: NotNegative = key(0.0, "seconds from the last token of a group to its commit")
 
     def rules(self, at: str) -> Iterator[Rule]:
@@ -40,6 +45,15 @@ class GenerationTimes(Section):
             "a decode step takes time: step_s and sequence_s are both 0",
             f"set {at}.step_s=0.02",
         )
+
+    def decode(self, sequences: float) -> float:
+        """Seconds of a decode step."""
+        return self.step_s + self.sequence_s * sequences
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of a sequence that its prefill makes: 0 if prefills take no time of their own."""
+        return int(self.prefill_s + self.prefill_sequence_s > 0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,9 @@ class LearnerTimes(Section):
         0.1, "seconds of a version that no number of ranks shortens: the optimizer step"
     )
     publish_s: NotNegative = key(0.0, "seconds that the learner waits for the copy of its weights")
-    report_s: NotNegative = key(0.0, "seconds that it waits for its report of a version to the queue")
+    report_s: NotNegative = key(
+        0.0, "seconds that it waits for the rest of the answer to its report of a version"
+    )
     first_claim_s: NotNegative = key(
         0.0, "seconds that a version's first claim takes beyond a request, although its groups are ready"
     )

@@ -154,7 +154,7 @@ class Engine(Sampler, Protocol):
         preemptions (samples that lost their KV and were computed again, so far), uncounted (most tokens of one
         sample that `tokens` may lack until they all are made), asleep (whether it waits for its turn), drafted
         and accepted (tokens that were drafted, and those of them that the policy drew, so far), and the sums of
-        `DecodeTimes`."""
+        `StepTimes`."""
         ...
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -26,10 +26,10 @@ from asyncrl.queue.protocol.replies import Trained
 from asyncrl.sync.stream.snapshot import PublishReport
 from asyncrl.system.disk import replace_text
 from asyncrl.system.rank_process import rank_and_world
-from asyncrl.telemetry.decode_times import DecodeTimes
 from asyncrl.telemetry.sinks import JsonlSink, json_numbers, read_rows
 from asyncrl.telemetry.spans import busy_share
 from asyncrl.telemetry.status import without_timely_calls
+from asyncrl.telemetry.step_times import DECODE, PREFILL, StepTimes
 from asyncrl.telemetry.trackers.background import Trackers
 from asyncrl.telemetry.trackers.open import open_trackers
 from asyncrl.telemetry.trackers.tracker import TrackedRun
@@ -145,10 +145,10 @@ class GeneratorTotals:
         are left out.
 
         perf/busy/generator and perf/generator/time/<span> are means over workers, perf/generator/gpu_busy and gpu_watts
-        over their GPUs, perf/generator/tokens_per_s is the sum of workers; perf/generator/decode/… is the line through
-        all decode steps so far, as `DecodeTimes` has it; rollout/tokens_generated, sync/flips, rollout/agent/…,
-        rollout/reward/… and rollout/pool/<stage>/… are totals. A worker whose totals fell was restarted, and counts
-        from 0.
+        over their GPUs, perf/generator/tokens_per_s is the sum of workers; perf/generator/decode/… and …/prefill/… are
+        the lines through all steps so far, as `StepTimes` has them; rollout/tokens_generated, sync/flips,
+        rollout/agent/…, rollout/reward/… and rollout/pool/<stage>/… are totals. A worker whose totals fell was
+        restarted, and counts from 0.
         """
         pools = {name: now for name, now in stats.items() if "stage" in now}
         generators = {name: now for name, now in stats.items() if name not in pools}
@@ -179,8 +179,7 @@ class GeneratorTotals:
             times = [ms for now in stats.values() for ms in now.get(key, ())]
             if times:
                 row[name] = median(times)
-        if line := sum(map(DecodeTimes.of_stats, stats.values()), DecodeTimes()).line():
-            row["perf/generator/decode/step_s"], row["perf/generator/decode/sequence_s"] = line
+        row |= _step_times(stats.values())
         floors = [now["weights/floor_ms"] for now in stats.values() if "weights/floor_ms" in now]
         if floors:
             row["sync/pause_floor_ms"] = median(floors)
@@ -274,6 +273,26 @@ def run_summary(
 def write_summary(run_folder: Path, summary: Mapping[str, Any]) -> None:
     """Whole or not at all."""
     replace_text(run_folder / SUMMARY, json.dumps(json_numbers(summary), indent=2, allow_nan=False) + "\n")
+
+
+def _step_times(stats: Collection[WorkerStats]) -> dict[str, float]:
+    """The lines through the decode steps and the prefills of engines that time them, and their seconds. A prefill of
+    about as many sequences each time is taken to cost a decode step, and more with their number: it is one pass of the
+    model, too."""
+    decode, prefill = (
+        sum((StepTimes.of_stats(prefix, of) for of in stats), StepTimes()) for prefix in (DECODE, PREFILL)
+    )
+    if not (line := decode.line()):
+        return {}
+    first, of_sequence = prefill.line_from(line[0])
+    return {
+        "perf/generator/decode/step_s": line[0],
+        "perf/generator/decode/sequence_s": line[1],
+        "perf/generator/prefill/step_s": first,
+        "perf/generator/prefill/sequence_s": of_sequence,
+        "perf/generator/decode/seconds": decode.s,
+        "perf/generator/prefill/seconds": prefill.s,
+    }
 
 
 def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

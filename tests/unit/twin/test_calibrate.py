@@ -100,12 +100,41 @@ def test_a_claim_takes_as_long_as_where_groups_were_ready(
     assert times.sync.queue_s + times.learner.first_claim_s == pytest.approx(claim_s)
 
 
+def test_a_request_takes_as_long_as_a_report_although_the_learner_waits_for_the_rest_alone(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "run")
+    rows = [json.loads(line) | {"queue/report_ms": 8.0} for line in (run / "metrics.jsonl").open()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    times = calibrate(run)
+    assert (times.sync.queue_s, times.learner.report_s) == pytest.approx((0.008, QUEUE_S))
+
+
 def test_decode_steps_that_the_engine_has_timed_come_before_those_of_whole_groups(tmp_path: Path) -> None:
     """By whole groups it is 20 ms and 1 ms; 30 ms and 0.25 ms give the same tokens in the same seconds, about."""
     timed = {"perf/generator/decode/step_s": 0.03, "perf/generator/decode/sequence_s": 0.00025}
     times = calibrate(write_run(tmp_path / "run", **timed)).generation
     assert times.step_s / times.sequence_s == pytest.approx(0.03 / 0.00025)
     assert times.step_s == pytest.approx(0.025, rel=0.2)
+
+
+def test_prefills_that_the_engine_has_timed_are_not_in_its_decode_steps(tmp_path: Path) -> None:
+    """Half of the time is theirs: decoding was twice as fast, and makes nine of ten tokens. The engines' threads had
+    half of the time in which they worked, so that prefills took twice as long."""
+    seconds = sum(TOKENS * (STEP_S + SEQUENCE_S * groups * SIZE) for groups in (1, 3)) * 12 / 4
+    timed = {
+        "perf/generator/decode/step_s": STEP_S,
+        "perf/generator/decode/sequence_s": SEQUENCE_S,
+        "perf/generator/prefill/step_s": 0.04,
+        "perf/generator/prefill/sequence_s": 0.003,
+        "perf/generator/decode/seconds": seconds,
+        "perf/generator/prefill/seconds": seconds,
+    }
+    times = calibrate(write_run(tmp_path / "run", **timed)).generation
+    height = 0.5 / 0.9
+    assert times.step_s == pytest.approx(STEP_S * height, rel=1e-3)
+    assert times.sequence_s == pytest.approx(SEQUENCE_S * height, rel=1e-3)
+    assert (times.prefill_s, times.prefill_sequence_s) == pytest.approx((2 * 0.04, 2 * 0.003), rel=1e-3)
 
 
 def test_lengths_without_logged_rollouts_keep_their_mean_and_ends(tmp_path: Path) -> None:

@@ -56,6 +56,21 @@ def test_sequences_slow_each_other_down() -> None:
     assert version_s(slower, max_staleness=0) == pytest.approx(100 * (0.01 + 8 * 0.005) + 0.8)
 
 
+@pytest.mark.parametrize(
+    ("slots", "prefills"),
+    [(8, 0.05 + 8 * 0.002), (2, 4 * (0.05 + 2 * 0.002))],
+    ids=["all join at once", "one group after another"],
+)
+def test_a_prefill_stops_the_decoding_and_makes_first_tokens(slots: int, prefills: float) -> None:
+    times = with_(
+        generation=GenerationTimes(step_s=0.01, sequence_s=0.0, prefill_s=0.05, prefill_sequence_s=0.002)
+    )
+    outcome = simulate(dataclasses.replace(FOUR, max_staleness=0, slots=slots), times)
+    decoded = 99 * 0.01 * 8 / slots
+    assert outcome.version_s == pytest.approx(decoded + prefills + 0.8)
+    assert outcome.generators["compute"] == pytest.approx((decoded + prefills) * outcome.versions)
+
+
 def test_rewards_publications_and_claims_add_up_where_the_pools_take_turns() -> None:
     times = with_(
         generation=GenerationTimes(step_s=0.01, sequence_s=0.0, reward_s=0.3),
@@ -137,7 +152,12 @@ small = st.floats(0.0, 2.0)
 any_times = st.builds(
     StageTimes,
     generation=st.builds(
-        GenerationTimes, step_s=st.floats(1e-3, 0.1), sequence_s=st.floats(0, 0.02), reward_s=small
+        GenerationTimes,
+        step_s=st.floats(1e-3, 0.1),
+        sequence_s=st.floats(0, 0.02),
+        prefill_s=st.just(0.0) | st.floats(1e-3, 0.2),
+        prefill_sequence_s=st.just(0.0) | st.floats(1e-4, 0.02),
+        reward_s=small,
     ),
     lengths=st.builds(Lengths, median=st.floats(1, 200), sigma=st.floats(0, 1), most=st.just(400.0)),
     learner=st.builds(
@@ -220,12 +240,17 @@ def test_ranks_beyond_the_generators_change_nothing(ranks: int, more: int) -> No
     assert before == pytest.approx(after, rel=0.02)
 
 
-def test_rounded_ends_of_sequences_change_throughput_little(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("prefill_s", "sigma", "max_staleness"), [(0.0, 0.7, 2), (0.02, 0.7, 2), (0.3, 0.7, 2), (0.3, 0.0, 0)]
+)
+def test_rounded_ends_of_sequences_change_throughput_little(
+    prefill_s: float, sigma: float, max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = with_(
-        generation=GenerationTimes(step_s=0.01, sequence_s=0.001),
-        lengths=Lengths(median=300.0, sigma=0.7, most=2000.0),
+        generation=GenerationTimes(step_s=0.01, sequence_s=0.001, prefill_s=prefill_s),
+        lengths=Lengths(median=300.0, sigma=sigma, most=2000.0),
     )
-    setup = Setup(groups=16, group_size=4, generators=4, slots=16, max_staleness=2)
+    setup = Setup(groups=16, group_size=4, generators=4, slots=16, max_staleness=max_staleness)
     exact = simulate(setup, times)
     monkeypatch.setattr("asyncrl.twin.simulate.ROLLOUTS", 0)
     assert simulate(setup, times).groups_per_s == pytest.approx(exact.groups_per_s, rel=0.02)

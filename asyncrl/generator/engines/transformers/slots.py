@@ -43,7 +43,7 @@ from asyncrl.generator.engines.transformers.rows import BatchedRequest, BatchRow
 from asyncrl.models.loading import delta_nets, text_body
 from asyncrl.models.routing import ExpertRecorder
 from asyncrl.models.vision import MediaInputs, decoder_inputs, media_inputs
-from asyncrl.telemetry.decode_times import DecodeTimes
+from asyncrl.telemetry.step_times import StepTimes
 from asyncrl.types import Array, Finish, Prompt, Turn, Version
 
 PREFILL_TOKENS = 8192
@@ -80,7 +80,9 @@ class SlotBatch:
         self.model, self.version, self.fixed_shape = model, version, fixed_shape
         self.slots, self.max_length = slots, max_length
         self.tokens_made = 0
-        self.decode_times = DecodeTimes()
+        self.decode_times, self.prefill_times = StepTimes(), StepTimes()
+        # On a CPU the thread's own time: the process's other threads are busiest after steps in which samples end.
+        self._clock = time.thread_time if model.device.type == "cpu" else time.perf_counter
         self.device = model.device
         self._end_ids = np.array(sorted(set(end_ids)), np.int64)
         self.cache = KVCache(slots, max_length)
@@ -172,18 +174,24 @@ class SlotBatch:
             if admit:
                 self._admit_fixed()
             return self._timed_decode(self.slots) if self._rows.used else []
-        finished = self._prefill(self._admit()) if admit else []
+        finished = self._timed_prefill() if admit and self._waiting else []
         return finished + (self._timed_decode(self._rows.used) if self._rows.used else [])
 
     def _timed_decode(self, rows: int) -> list[tuple[str, list[Turn]]]:
-        """On a CPU the thread's own time: the process's other threads are busiest after steps in which samples end."""
-        clock = time.thread_time if self.device.type == "cpu" else time.perf_counter
-        start = clock()
+        start = self._clock()
         finished = self._decode(rows)
-        self.decode_times = self.decode_times.with_step(rows, clock() - start)
+        self.decode_times = self.decode_times.with_step(rows, self._clock() - start)
         return finished
 
     # ---- joining
+
+    def _timed_prefill(self) -> list[tuple[str, list[Turn]]]:
+        start = self._clock()
+        to_run = self._admit()
+        finished = self._prefill(to_run)
+        if rows := sum(len(rows) for _, rows in to_run):
+            self.prefill_times = self.prefill_times.with_step(rows, self._clock() - start)
+        return finished
 
     def _admit(self) -> list[tuple[BatchedRequest, Array]]:
         """Fill the free rows. Returns the requests whose prompt has to run, each with its rows."""

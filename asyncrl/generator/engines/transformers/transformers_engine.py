@@ -50,6 +50,7 @@ from asyncrl.models.loading import delta_nets, load_causal_lm, load_model_config
 from asyncrl.models.routing import ExpertRecorder
 from asyncrl.telemetry import decisions
 from asyncrl.telemetry.spans import Spans
+from asyncrl.telemetry.step_times import DECODE, PREFILL
 from asyncrl.types import NO_VERSION, Sampling, Turn, Version
 
 Result = TypeVar("Result")
@@ -174,7 +175,8 @@ class TransformersEngine:
             "kv_usage": self.batch.running / self.batch.slots,
             "preemptions": 0.0,
             **self._drafts(),
-            **self.batch.decode_times.stats(),
+            **self.batch.decode_times.stats(DECODE),
+            **self.batch.prefill_times.stats(PREFILL),
             **span_seconds(self._spans),
         }
 

@@ -11,7 +11,7 @@ from learner_cases import small_config, tiny_model
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.device.meter import GpuTotals
 from asyncrl.learner.reporting.report import SUMMARY, GeneratorTotals, RunRecords, run_summary, step_row
-from asyncrl.telemetry.decode_times import DecodeTimes
+from asyncrl.telemetry.step_times import DECODE, PREFILL, StepTimes
 
 EARLY = {"tokens": 0, "held": -1, "weights/flips": 0, "seconds": {"wait": 2.0}, "reward/failures": 0}
 LATER = {
@@ -62,18 +62,42 @@ def test_the_gpus_of_all_generators_count_alike() -> None:
 
 def test_a_line_goes_through_the_decode_steps_of_all_generators() -> None:
     """One has made steps of 10 sequences, the other one of 20; each alone tells no line."""
-    few, many = DecodeTimes().with_step(10, 0.03), DecodeTimes().with_step(20, 0.05)
+    few, many = StepTimes().with_step(10, 0.03), StepTimes().with_step(20, 0.05)
     totals = GeneratorTotals()
-    assert "perf/generator/decode/step_s" not in totals.update({"generator-0": {**LATER, **few.stats()}})
+    assert "perf/generator/decode/step_s" not in totals.update(
+        {"generator-0": {**LATER, **few.stats(DECODE)}}
+    )
     row = totals.update(
         {
-            "generator-0": {**LATER, **few.stats()},
-            "generator-1": {**LATER, **many.stats()},
+            "generator-0": {**LATER, **few.stats(DECODE)},
+            "generator-1": {**LATER, **many.stats(DECODE)},
             "generator-2": LATER,
         }
     )
     assert row["perf/generator/decode/step_s"] == pytest.approx(0.01)
     assert row["perf/generator/decode/sequence_s"] == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(
+    ("prefills", "step_s", "sequence_s", "seconds"),
+    [
+        ([], 0.0, 0.0, 0.0),
+        ([(4, 0.02), (8, 0.03)], 0.01, 0.0025, 0.05),
+        ([(4, 0.02)], 0.01, 0.0025, 0.02),  # from the 10 ms of a decode step on
+    ],
+    ids=["none", "of several sizes", "of one size"],
+)
+def test_prefills_have_a_line_and_seconds(
+    prefills: list[tuple[int, float]], step_s: float, sequence_s: float, seconds: float
+) -> None:
+    decode = StepTimes().with_step(10, 0.03).with_step(20, 0.05)
+    prefill = sum((StepTimes().with_step(*each) for each in prefills), StepTimes())
+    row = GeneratorTotals().update(
+        {"generator-0": {**LATER, **decode.stats(DECODE), **prefill.stats(PREFILL)}}
+    )
+    found = [row[f"perf/generator/prefill/{name}"] for name in ("step_s", "sequence_s", "seconds")]
+    assert found == pytest.approx([step_s, sequence_s, seconds])
+    assert row["perf/generator/decode/seconds"] == pytest.approx(0.08)
 
 
 def test_the_summary_of_a_resumed_run_is_of_all_its_processes() -> None:

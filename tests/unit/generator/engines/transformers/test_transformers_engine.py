@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,6 +135,28 @@ def test_steps_are_timed_by_the_rows_in_them(fixed_shape: bool, steps: int, rows
     assert (times.steps, times.n, times.nn) == (steps, steps * rows, steps * rows**2)
     assert times.s > 0
     assert times.ns == pytest.approx(rows * times.s)
+
+
+def test_prefills_are_timed_by_the_rows_that_join() -> None:
+    """Of two requests of three samples, four slots take the first and one sample of the second; two join later. With a
+    clock that counts its calls, each prefill and each decode step takes 1."""
+    slots = batch(build(CONFIGS["qwen2"]), slots=4, end=10_000)
+    slots._clock = itertools.count().__next__
+    run(slots, requests(2, max_tokens=4))
+    assert slots.prefill_times == (2, 4 + 2, 4**2 + 2**2, 2, 4 + 2)
+    assert slots.decode_times.s == slots.decode_times.steps == 6
+
+
+def test_samples_that_copy_their_prompt_join_without_a_prefill() -> None:
+    """With three slots, a long request that has two samples leaves one slot; its second sample is the only one to join
+    while a sibling is under way."""
+    slots = batch(build(CONFIGS["qwen2"]), slots=2, end=10_000)
+    short, long = (
+        requests(2, n=1, max_tokens=3)[1],
+        replace(requests(1, n=2, max_tokens=12)[0], request_id="long"),
+    )
+    run(slots, [replace(short, ordinal=0), replace(long, ordinal=1)])
+    assert (slots.prefill_times.steps, slots.prefill_times.n) == (1, 2)
 
 
 def test_greedy_is_the_arg_max_of_a_plain_forward() -> None:
