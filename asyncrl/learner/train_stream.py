@@ -2,14 +2,15 @@
 
     trainer thread      ─ claim 0 ─┬─ compute 0 ──┬─ claim 1 ready? ─┬─ compute 1 ── …  until the `last` one
                                    │              │                  │
-    prefetch thread                └─▸ claim 1 ───┘                  └─▸ claim 2
-                                        waits in the broker until a group is ready
+    claims thread                  └─▸ claim 1 ───┘                  └─▸ claim 2
+                                        waits in the broker until a group is ready, then its groups are checked
 
 The trainer waits for the slower of compute and claim. Each rank requests the first claim of the next step once it has
-published its version, rank 0 once it has reported the step: so the claim comes while metrics are written. The ranks
-exchange whether they have their claim and whether a stop was requested, and take the claim once every rank has it. If
-the queue has restarted the step meanwhile (groups of it were lost, or one cannot be read), all ranks begin it anew. So
-they do without groups in which a rank finds a fault (`checks/group_check.py`).
+published its version, rank 0 once its report of the step is answered: both in the claims thread, while the ranks
+exchange readings, the probes are computed and the version is recorded. The ranks exchange whether they have their claim
+and whether a stop was requested, and take the claim once every rank has it. If the queue has restarted the step
+meanwhile (groups of it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a
+rank finds a fault (`checks/group_check.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.device.turns import DeviceTurn
@@ -49,6 +50,20 @@ TOO_FLAT = (
     "nearly all groups have equal rewards: give tasks that are solved now and then, raise batch.group_size, "
     "or set algorithm.filter=none"
 )
+
+
+class Reported(NamedTuple):
+    """counts: of the queue · seconds: until they came"""
+
+    counts: Trained
+    seconds: float
+
+
+class Checked(NamedTuple):
+    """A claim, if there is one yet, and the faults of its groups."""
+
+    claim: Claim | None
+    faults: list[Fault]
 
 
 class LeaveLoop(Exception):  # noqa: N818  (a decision, not a failure)
@@ -115,7 +130,7 @@ class TrainStream:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._attempt = 0  # of the step whose claims came last
         # A step, and the request of its first claim.
-        self._ahead: tuple[int, Future[Claim | None]] | None = None
+        self._ahead: tuple[int, Future[Checked]] | None = None
 
     def step(self, step: int) -> Iterator[list[Group]]:
         """This rank's groups of a step, one list per claim (empty if only other ranks have some).
@@ -143,19 +158,27 @@ class TrainStream:
                 request = self._request(step, index, attempt)
             yield claim.groups
 
-    def trained(self, step: int) -> Trained | None:
-        """Report a step as trained, which moves admission on, and request the next one's first claim. Returns the
-        queue's counts, on rank 0."""
-        counts: Trained | None = None
+    def report(self, step: int) -> Future[Reported] | None:
+        """Begin to report a step as trained, which moves admission on, and then to request the next one's first claim.
+        Returns the report of rank 0."""
+        report: Future[Reported] | None = None
         if self._backend.rank == 0:
-            with self._spans("wait/queue"):
-                waited = self._spans.share("wait/groups")
-                counts = self._client.trained(
-                    TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited
-                )
+            report = self._thread.submit(self._report, step, self._spans.share("wait/groups"))
         if step + 1 < self._versions:  # on other ranks it may wait in the queue for the report of rank 0
-            self._ahead = step + 1, self._request(step + 1, 0, None)
-        return counts
+            self._ahead = step + 1, self._thread.submit(self._claim_behind, report, step + 1)
+        return report
+
+    def _report(self, step: int, waited: float) -> Reported:
+        """In the claims thread."""
+        began = time.monotonic()
+        counts = self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited)
+        return Reported(counts, time.monotonic() - began)
+
+    def _claim_behind(self, report: Future[Reported] | None, step: int) -> Checked:
+        """In the claims thread, which has made the report before. If that failed, no claim is sent."""
+        if report is not None:
+            report.result()
+        return self._claim(step, 0, None)
 
     def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
         """Collective: restart a step without these groups, which are not finite. Others replace them."""
@@ -204,14 +227,17 @@ class TrainStream:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _first_request(self, step: int) -> Future[Claim | None]:
-        """The request that `trained` has made, once, if it was for this step."""
+    def _first_request(self, step: int) -> Future[Checked]:
+        """The request that `report` has made, once, if it was for this step."""
         ahead, self._ahead = self._ahead, None
         return ahead[1] if ahead is not None and ahead[0] == step else self._request(step, 0, None)
 
-    def _request(self, step: int, index: int, attempt: int | None) -> Future[Claim | None]:
-        return self._thread.submit(
-            self._client.claim,
+    def _request(self, step: int, index: int, attempt: int | None) -> Future[Checked]:
+        return self._thread.submit(self._claim, step, index, attempt)
+
+    def _claim(self, step: int, index: int, attempt: int | None) -> Checked:
+        """In the claims thread."""
+        claim = self._client.claim(
             TRAIN,
             learner_epoch=self._learner_epoch,
             step=step,
@@ -222,15 +248,15 @@ class TrainStream:
             wait_s=PARK_S,
             attempt=attempt,
         )
+        return Checked(claim, [] if claim is None else self._faults(claim, step))
 
-    def _agreed(self, request: Future[Claim | None], step: int, index: int, attempt: int | None) -> Claim:
+    def _agreed(self, request: Future[Checked], step: int, index: int, attempt: int | None) -> Claim:
         """The claim, once every rank has its own. A repeated request gets the same claim."""
         wait = GroupWait(self._deadline_s, self._client.status, time.monotonic())
-        claim, refusal = self._result(request)
+        (claim, faults), refusal = self._result(request)
         while True:
             late = claim is None and wait.is_over(time.monotonic())
             claimed = None if claim is None else claim.attempt
-            faults = self._faults(claim, step)
             every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late, faults])
             attempts, stop, refusals, too_late, found = zip(*every, strict=True)
             if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
@@ -250,9 +276,9 @@ class TrainStream:
                 raise NoGroups(who, "the generators", what, waited_s, self._task_counts())
             self._idle()
             if claim is None:
-                claim, refusal = self._result(self._request(step, index, attempt))
+                (claim, faults), refusal = self._result(self._request(step, index, attempt))
 
-    def _result(self, request: Future[Claim | None]) -> tuple[Claim | None, str]:
+    def _result(self, request: Future[Checked]) -> tuple[Checked, str]:
         """(the claim if there is one, why there will be none)."""
         self._turn.offer_until(request)
         try:
@@ -260,12 +286,10 @@ class TrainStream:
         except RefusedError as refusal:
             if refusal.reason not in ("exhausted", "abandoned"):
                 raise
-            return None, refusal.reason
+            return Checked(None, []), refusal.reason
 
-    def _faults(self, claim: Claim | None, step: int) -> list[Fault]:
+    def _faults(self, claim: Claim, step: int) -> list[Fault]:
         """The faults of this rank's groups."""
-        if claim is None:
-            return []
         faults = []
         for group, worker in zip(claim.groups, claim.workers, strict=True):
             if fault := self._check.fault(group, step):

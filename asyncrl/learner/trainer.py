@@ -8,7 +8,7 @@
        │     or once all are in   (version_step.py)   │
        │  optimizer steps          ── all ranks ──    │  waits for the slowest rank
        │  publish version k+1      ──▸ weight stream  │  waits for a copy of its shards, never for a generator
-       │  trained(k)               ──▸ queue          │  admission moves on: generators may lease again
+       │  report step k            ──▸ queue          │  admission moves on: generators may lease again
        │  evaluation, checkpoint, metrics row         │  polls evaluations, waits for the disk
        └──────────────────────┬───────────────────────┘
                               │ last version · target reached · no more tasks · stop requested
@@ -175,19 +175,22 @@ class Trainer:
         with self.spans("wait/publish"):
             self.publication.publish(self.version + 1)
         tracing.event("published", version=self.version + 1)
-        trained = self.stream.trained(self.version)
+        report_of_step = self.stream.report(self.version)
         with self.spans("wait/ranks"):
             readings = self.backend.exchange(self.records.utilization.reading())
         self.version += 1
         self.publication.note_probes(self.version)
         left_out = self.failures.version_trained()
-        if trained is not None:
+        if report_of_step is not None:
+            with self.spans("wait/queue"):
+                trained, report_s = report_of_step.result()
             spans = self.spans.take()
             values = {
                 **report.values,
                 **self.publication.values(trained.stats),
                 **self.records.utilization.values(report.values, spans, readings),
                 "train/groups_not_finite": left_out,
+                "queue/report_ms": 1e3 * report_s,
             }
             self.status.figures = self.records.write_version(self.version, trained, values, spans)
             self.records.write_rollouts(self.version, rollouts, logprobs)

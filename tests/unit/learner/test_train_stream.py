@@ -26,6 +26,7 @@ from asyncrl.learner.train_stream import (
 from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
+from asyncrl.types import Group, Version
 
 
 class Dry:
@@ -50,14 +51,19 @@ class Dry:
         return [mine]
 
 
-def stream_of(both: Any, config: Config | None = None, turn: DeviceTurn | None = None) -> TrainStream:
+def stream_of(
+    both: Any,
+    config: Config | None = None,
+    turn: DeviceTurn | None = None,
+    check: GroupCheck | None = None,
+) -> TrainStream:
     """The stream of a rank whose queue and backend are one object."""
     return TrainStream(
         both,
         both,
         config or Config(),
         Spans(),
-        check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        check=check or GroupCheck(rollouts=4, longest=32, vocabulary=33),
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
@@ -160,6 +166,23 @@ def test_a_corrupt_group_of_another_rank_restarts_the_step_here_too() -> None:
     assert full.dropped == (3, [5], "corrupt")
 
 
+def test_groups_are_checked_in_the_claims_thread() -> None:
+    class Full(Dry):
+        def claim(self, stream: str, **_: Any) -> Claim:
+            return Claim([random_group(4)], last=True, so_far=1, workers=["g0"])
+
+    class Check(GroupCheck):
+        def fault(self, group: Group, version: Version) -> None:
+            threads.append(threading.current_thread().name)
+
+    threads: list[str] = []
+    full = Full({})
+    stream = stream_of(full, check=Check(rollouts=4, longest=32, vocabulary=33))
+    next(stream.step(3))
+    stream.close()
+    assert threads == ["claims_0"]
+
+
 def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
     stages = {"reference": {"waiting": 3, "leased": 1}, "rewards": {"waiting": 0, "leased": 0}}
     places = {"pending": 0, "leased": 0, "ready": 0, "trained": 12, "dropped_by_reason": {}}
@@ -237,7 +260,8 @@ def test_the_first_claim_of_a_step_is_requested_behind_the_report_of_the_one_bef
     stream = stream_of(queue, Config(run=RunConfig(versions=3)))
     for step in range(3):
         list(stream.step(step))
-        assert stream.trained(step) == ("counts" if rank == 0 else None)
+        report = stream.report(step)
+        assert (report and report.result(10.0).counts) == ("counts" if rank == 0 else None)
     stream._request(9, 9, None).result(10.0)  # behind all others, on their thread
     stream.close()
     reports: list[tuple[int, int] | str] = ["trained"] if rank == 0 else []
@@ -245,10 +269,45 @@ def test_the_first_claim_of_a_step_is_requested_behind_the_report_of_the_one_bef
     assert queue.asked == [*first, (9, 9)]  # each once, and none of a step 3
 
 
+def test_a_report_does_not_wait_for_its_answer() -> None:
+    class Slow(Recording):
+        may_answer = threading.Event()
+
+        def trained(self, stream: str, **_: Any) -> str:
+            assert self.may_answer.wait(10.0), "the report was waited for"
+            return super().trained(stream)
+
+    queue = Slow()
+    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    report = stream.report(0)
+    queue.may_answer.set()
+    assert report is not None
+    assert report.result(10.0).counts == "counts"
+    assert list(stream.step(1)) == [[]]
+    stream.close()
+    assert queue.asked == ["trained", (1, 0)]
+
+
+def test_no_claim_is_requested_behind_a_report_that_failed() -> None:
+    class Fenced(Recording):
+        def trained(self, stream: str, **_: Any) -> str:
+            raise RefusedError("fenced", "another learner has the stream")
+
+    queue = Fenced()
+    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    report = stream.report(0)
+    assert report is not None
+    for wait in (report.result, lambda: next(stream.step(1))):
+        with pytest.raises(RefusedError, match="another learner has the stream"):
+            wait()
+    stream.close()
+    assert queue.asked == []
+
+
 def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> None:
     queue = Recording()
     stream = stream_of(queue, Config(run=RunConfig(versions=9)))
-    stream.trained(0)
+    stream.report(0)
     list(stream.step(4))
     stream.close()
     assert queue.asked == ["trained", (1, 0), (4, 0)]
@@ -258,7 +317,7 @@ def test_a_request_ahead_that_has_waited_in_vain_is_made_again() -> None:
     queue = Recording()
     queue.answers = [None]
     stream = stream_of(queue, Config(run=RunConfig(versions=9)))
-    stream.trained(0)
+    stream.report(0)
     assert list(stream.step(1)) == [[]]
     stream.close()
     assert queue.asked == ["trained", (1, 0), (1, 0)]
@@ -268,7 +327,7 @@ def test_a_step_that_begins_anew_does_not_keep_the_refused_request() -> None:
     queue = Recording()
     queue.answers = [RefusedError("abandoned")]
     stream = stream_of(queue, Config(run=RunConfig(versions=9)))
-    stream.trained(0)
+    stream.report(0)
     with pytest.raises(StepRestarted):
         next(stream.step(1))
     assert list(stream.step(1)) == [[]]
@@ -286,7 +345,7 @@ def test_the_device_is_offered_in_each_step_even_if_its_claims_are_there() -> No
     stream = stream_of(Recording(), Config(run=RunConfig(versions=9)), Turn.always())
     for step in range(3):
         list(stream.step(step))
-        stream.trained(step)
+        stream.report(step)
         assert stream._ahead is not None
         stream._ahead[1].result(10.0)
     stream.close()

@@ -64,6 +64,7 @@ def test_every_count_of_the_queue_is_listed() -> None:
     assert {key for key in row if key.startswith("queue/")} == listed("queue/") - {
         "queue/dropped/<reason>",
         "queue/held_min",
+        "queue/report_ms",
     }
 
 
