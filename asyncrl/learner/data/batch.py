@@ -82,10 +82,13 @@ class MicroBatch:
         sizes = [len(group.lengths) for group in groups]
         parts = sorted({name for group in groups for name in group.reward_parts})
         columns = sorted({name for group in groups for name in group.columns} - {"segment", MEDIA})
-        media, media_N = _joined_media([(group.media, _media_N(group)) for group in groups])
         lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
         seq_N, _ = numbered(lengths)
         _, position_ids_N = numbered(np.concatenate([group.segment_lengths for group in groups]))
+        media: tuple[MediaItem, ...] = ()
+        media_N = torch.full_like(seq_N, NO_MEDIA, dtype=torch.int32)
+        if any(group.media for group in groups):
+            media, media_N = _joined_media([(group.media, _media_N(group)) for group in groups])
         batch = MicroBatch(
             token_ids_N=_joined(groups, "token_ids", np.int64),
             position_ids_N=position_ids_N,
