@@ -136,11 +136,8 @@ def _generation(run: RunFiles, config: Config, lengths: Lengths) -> GenerationTi
         passed.append(np.array([np.minimum(alike * counts, config.generator.slots), seconds]))
     rows = run.metrics.versions
     lines = _timed(rows[-1]) or GenerationTimes(*line(*np.concatenate(found, axis=1)))
-    computed, timed = _computed(rows), _timed_seconds(rows[-1])
     height = _height(rows, np.concatenate(passed, axis=1), lines, lengths.mean())
-    slower = (
-        computed / sum(timed) if computed and sum(timed) else 1.0
-    )  # other threads, and all that is not timed
+    slower = _slower(rows)
     reward_s = sum(span.end - span.start for span in _spans(run, "score")) / len(_spans(run, "generate"))
     return GenerationTimes(
         step_s=lines.step_s * height,
@@ -170,6 +167,12 @@ def _timed_seconds(row: Mapping[str, Any]) -> tuple[float, float]:
 def _computed(rows: Rows) -> float:
     """Seconds in which the engines worked."""
     return sum(row.get("perf/generator/time/compute", 0.0) * row.get("rollout/generators", 1) for row in rows)
+
+
+def _slower(rows: Rows) -> float:
+    """The seconds in which the engines worked over those that they timed: other threads, and all that is not timed."""
+    timed, computed = sum(_timed_seconds(rows[-1])), _computed(rows)
+    return computed / timed if timed and computed else 1.0
 
 
 def _height(rows: Rows, passed: np.ndarray, lines: GenerationTimes, mean_tokens: float) -> float:

@@ -190,7 +190,7 @@ def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: V
 
 def advantage_metrics(batch: MicroBatch) -> Metrics:
     """rollout/flat_group_fraction: groups in which no token has an advantage."""
-    metrics, moving = Metrics(), len(batch.group_R[moving_rollouts(batch)].unique())
+    metrics, moving = Metrics(), len({*batch.group_R[moving_rollouts(batch)].tolist()})
     metrics.add("rollout/flat_group_fraction", Mean(batch.groups - moving, batch.groups))
     return metrics
 
