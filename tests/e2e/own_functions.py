@@ -36,6 +36,12 @@ def length(task: Task, text: str) -> float:
     return float(len(text))
 
 
+async def late(task: Task, text: str) -> float:
+    """Known a while after the answer, as from a judge: a synchronous run waits for it in each version."""
+    await asyncio.sleep(0.1)
+    return length(task, text)
+
+
 def four_tasks() -> Iterator[dict[str, str]]:
     """Yields; the run ends with its last task."""
     for digit in range(6):

@@ -92,7 +92,7 @@ class Pods:
 
 
 def test_the_processes_of_the_pods_make_a_run_and_go_on_after_an_eviction(config_file: Path) -> None:
-    pods = Pods(config_file, "run.versions=8", "queue.deadline_s=60", "placement.rewards.where=pool")
+    pods = Pods(config_file, "run.versions=30", "queue.deadline_s=60", "placement.rewards.where=pool")
     with ExitStack() as stack:
         for component in ("queue", "generators", "rewards"):
             stack.enter_context(pods.started(component, f"it-{component}-0"))
@@ -107,4 +107,4 @@ def test_the_processes_of_the_pods_make_a_run_and_go_on_after_an_eviction(config
         for component in ("queue", "generators", "rewards"):
             stack.enter_context(pods.started(component, f"it-{component}-1"))
         succeeded(stack.enter_context(pods.started("learner", "it-learner-ranks-0-0-y")))
-    assert versions(pods.run) == [*range(1, 9)]
+    assert versions(pods.run) == [*range(1, 31)]

@@ -39,7 +39,15 @@ def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path)
         with started("asyncrl", "generator", config, address, "--name", "stranger") as stranger:
             code, printed = finished(stranger)
             assert (code, "did not accept a client without keys" in printed) == (2, True), printed
-        learner_words = ("asyncrl", "learner", config, keys, address, "run.versions=8", "learner.processes=2")
+        learner_words = (
+            "asyncrl",
+            "learner",
+            config,
+            keys,
+            address,
+            "run.versions=30",
+            "learner.processes=2",
+        )
         with (
             started("asyncrl", "generator", config, keys, address, "--name", "early") as early,
             started(*learner_words) as learner,
@@ -51,7 +59,7 @@ def test_generators_come_and_go_while_two_learner_ranks_train(config_file: Path)
                 succeeded(late)
         succeeded(queue)  # leaves by itself once the run is over
     summary = summary_of(run)
-    assert counts_of(run) == (8, 32, 0)
+    assert counts_of(run) == (30, 120, 0)
     assert summary["staleness"]["max"] <= 2
     assert evaluate(load_config(config), str(run / "final"))["tasks"] == 20
 

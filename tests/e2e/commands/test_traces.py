@@ -44,7 +44,7 @@ def spans(trace: ProcessTrace, lane: str) -> set[str]:
 
 def test_a_run_with_a_killed_generator_and_two_ranks_is_in_its_traces(config_file: Path) -> None:
     run = config_file.parent / "it"
-    words = ("asyncrl", "train", str(config_file), "run.versions=8", "learner.processes=2")
+    words = ("asyncrl", "train", str(config_file), "run.versions=30", "learner.processes=2")
     with started(*words) as launcher:
         kill_after(run, [2], launcher, "generator")
         succeeded(launcher)
@@ -60,9 +60,9 @@ def test_a_run_with_a_killed_generator_and_two_ranks_is_in_its_traces(config_fil
     assert {"snapshot", "send"} <= spans(learner, "weights")
     assert spans(learner, "disk") == {"checkpoint", "export"}
     assert spans(learner, "evaluation") == {"evaluate"}
-    assert {each["version"] for each in happened(learner, "published")} == set(range(1, 9))
+    assert {each["version"] for each in happened(learner, "published")} == set(range(1, 31))
     ranks = (learner, traces["learner-rank-1"])
-    assert sum(each["groups"] for rank in ranks for each in happened(rank, "claim")) == 8 * 4
+    assert sum(each["groups"] for rank in ranks for each in happened(rank, "claim")) == 30 * 4
     for rank in ranks:
         assert {"wait/groups", "compute/forward_backward"} <= spans(rank, "learner")
         assert "snapshot" in spans(rank, "weights")

@@ -18,6 +18,7 @@ from processes import (
     started,
     succeeded,
     summary_of,
+    until,
     until_trained,
     versions,
 )
@@ -38,12 +39,12 @@ def test_a_killed_queue_goes_on_and_every_task_ends_once(
 ) -> None:
     run = config_file.parent / "it"
     words = [*KEPT[kept], *([f"queue.redis_url={redis_server.url}"] if kept == "redis" else [])]
-    with started("asyncrl", "train", str(config_file), "run.versions=20", *words) as launcher:
+    with started("asyncrl", "train", str(config_file), "run.versions=40", *words) as launcher:
         kill_after(run, (2, 6), launcher, "asyncrl", "queue")
         printed = succeeded(launcher)
     assert "queue ended (killed by SIGKILL) and is started again from its journal, 2 of 3 restarts" in printed
-    assert versions(run) == list(range(1, 21))
-    assert counts_of(run) == (20, 80, 0)
+    assert versions(run) == list(range(1, 41))
+    assert counts_of(run) == (40, 160, 0)
     assert summary_of(run)["staleness"]["max"] <= 2
 
 
@@ -54,7 +55,7 @@ def test_a_queue_that_was_started_by_hand_is_found_again_at_its_free_port(config
         address = queue_address(run, queue)
         with (
             started("asyncrl", "generator", config, address, "--name", "steady") as generator,
-            started("asyncrl", "learner", config, address, "run.versions=8") as learner,
+            started("asyncrl", "learner", config, address, "run.versions=30") as learner,
         ):
             until_trained(run, 2, queue, generator, learner)
             queue.kill()
@@ -62,8 +63,8 @@ def test_a_queue_that_was_started_by_hand_is_found_again_at_its_free_port(config
             with started("asyncrl", "queue", config) as again:
                 for process in (learner, generator, again):
                     succeeded(process)
-    assert versions(run) == list(range(1, 9))
-    assert counts_of(run) == (8, 32, 0)
+    assert versions(run) == list(range(1, 31))
+    assert counts_of(run) == (30, 120, 0)
 
 
 @pytest.mark.slow
@@ -89,7 +90,18 @@ def test_a_resumed_run_repeats_the_steps_that_its_queue_has_kept(config_file: Pa
     )
     with started("asyncrl", "train", str(config_file), FOR_EVER, *words) as launcher:
         until_trained(run, 6, launcher)
-        child(launcher, "asyncrl", "learner").kill()
+        learner = child(launcher, "asyncrl", "learner")
+
+        def stands_behind_a_checkpoint() -> bool:
+            """Stopped, with a version that its newest checkpoint lacks."""
+            learner.suspend()
+            if versions(run)[-1] > newest_checkpoint(run) >= 4:
+                return True
+            learner.resume()
+            return False
+
+        until(stands_behind_a_checkpoint, "a version after a checkpoint", launcher)
+        learner.kill()
         assert finished(launcher)[0] == 5
     before = {row["version"]: row for row in rows(run)}
     saved = newest_checkpoint(run)

@@ -37,13 +37,13 @@ def assert_no_orphans(processes: list[psutil.Process]) -> None:
 
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -> None:
     run = config_file.parent / "it"
-    with started(*launched(config_file, "run.versions=12", "checkpoint.every=100")) as launcher:
+    with started(*launched(config_file, "run.versions=40", "checkpoint.every=100")) as launcher:
         until_trained(run, 2, launcher)
         child(launcher, "asyncrl", "generator").kill()
         printed = succeeded(launcher)
     assert "generator-0 ended (killed by SIGKILL) and is started again" in printed
-    assert versions(run) == list(range(1, 13))
-    assert counts_of(run) == (12, 48, 0)
+    assert versions(run) == list(range(1, 41))
+    assert counts_of(run) == (40, 160, 0)
 
 
 def test_a_run_goes_on_without_its_fork_server(config_file: Path) -> None:

@@ -112,15 +112,15 @@ def test_a_rank_that_is_lost_takes_the_learner_back_to_its_checkpoint(
     config_file: Path, fault: str, told: str
 ) -> None:
     run = config_file.parent / "it"
-    learner = ("learner.processes=2", "launch.rank_deadline_s=10", "checkpoint.every=2", "run.versions=8")
+    learner = ("learner.processes=2", "launch.rank_deadline_s=10", "checkpoint.every=2", "run.versions=30")
     with started("asyncrl", "train", str(config_file), *learner) as launcher:
         until_trained(run, 3, launcher)
         getattr(ranks_below(launcher)[1], fault)()
         printed = succeeded(launcher)
     assert told in printed
     assert "rank 1 ended first" in (run / "logs" / "learner.log").read_text()
-    assert versions(run) == list(range(1, 9))
-    assert counts_of(run) == (8, 32, 0)
+    assert versions(run) == list(range(1, 31))
+    assert counts_of(run) == (30, 120, 0)
 
 
 def test_ranks_of_two_machines_meet_through_the_queue(config_file: Path) -> None:
@@ -150,14 +150,15 @@ def test_ranks_of_two_machines_meet_through_the_queue(config_file: Path) -> None
                 first.kill()
                 code, printed = finished(second)
                 assert code != 0, printed
-            again = ("run.resume=true", "run.versions=6")
+            goal = newest_checkpoint(run) + 3
+            again = ("run.resume=true", f"run.versions={goal}")
             with (
                 started(*own, *again, "--node", "1") as second,
                 started(*own, *again, "--node", "0") as first,
             ):
                 for learner in (first, second):
                     succeeded(learner)
-    assert versions(run)[-1] == 6
+    assert versions(run)[-1] == goal
 
 
 @pytest.mark.slow

@@ -67,22 +67,22 @@ def test_two_synchronous_runs_with_a_critic_on_a_pool_have_the_same_weights(conf
 
 def test_a_killed_critic_takes_the_learner_back_with_it_and_nothing_is_lost(config_file: Path) -> None:
     run = config_file.parent / "it"
-    words = [*PPO, "run.versions=10", "checkpoint.every=2", "queue.lease_s=2"]
+    words = [*PPO, "run.versions=30", "checkpoint.every=2", "queue.lease_s=2"]
     with started("asyncrl", "train", str(config_file), *words) as launcher:
         kill_after(run, FIRST_AND_LATER, launcher, "asyncrl", "pool", "critic")
         printed = succeeded(launcher)
     assert "critic-0 ended (killed by SIGKILL) and is started again, 2 of 3 restarts" in printed
     assert "learner ended (exit code 11) and is started again from the newest checkpoint, 2 of 3" in printed
     assert "has lost the pool of the critic" in (run / "logs" / "learner.log").read_text()
-    assert versions(run) == list(range(1, 11))
-    assert counts_of(run) == (10, 40, 0)
+    assert versions(run) == list(range(1, 31))
+    assert counts_of(run) == (30, 120, 0)
     assert summary_of(run)["staleness"]["max"] <= 2
 
 
 def test_a_killed_learner_finds_the_critic_of_its_checkpoint_again(config_file: Path) -> None:
     """The same pool goes on, and the run ends with the weights of one that nobody disturbed."""
     here = config_file.parent
-    words = [*PPO, *SYNCHRONOUS, "run.versions=8", "checkpoint.every=2"]
+    words = [*PPO, *SYNCHRONOUS, "run.versions=24", "checkpoint.every=2"]
     words += ["generator.threads=1", "learner.threads=1", "placement.critic.threads=1"]
     ran("asyncrl", "train", str(config_file), *words, "run.name=calm")
     run = here / "killed"
@@ -92,7 +92,7 @@ def test_a_killed_learner_finds_the_critic_of_its_checkpoint_again(config_file: 
         until_trained(run, 5, launcher)
         assert child(launcher, "asyncrl", "pool", "critic").pid == pool
         succeeded(launcher)
-    assert versions(run) == list(range(1, 9))
+    assert versions(run) == list(range(1, 25))
     assert_same_weights(run, here / "calm")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from own_functions import LENGTH
-from processes import child, finished, newest_checkpoint, ran, started, until, until_trained
+from processes import child, finished, newest_checkpoint, ran, started, until, until_trained, versions
 
 from asyncrl.telemetry.decisions import TrainedVersion, read_lives
 
@@ -64,7 +64,8 @@ def test_a_run_with_killed_processes_that_was_resumed(config_file: Path, stalene
         child(launcher, "generator-1").kill()
         until_trained(run, 5, launcher)
         child(launcher, "asyncrl", "learner").kill()
-        until_trained(run, 9, launcher)
+        until(lambda: lives_of(run, "learner") == [0, 1], "decisions of its second life", launcher)
+        until_trained(run, versions(run)[-1] + 4, launcher)
         launcher.terminate()
         assert finished(launcher)[0] == 10
     goal = newest_checkpoint(run) + 3
