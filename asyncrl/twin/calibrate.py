@@ -159,7 +159,7 @@ def _timed(row: Mapping[str, Any]) -> GenerationTimes | None:
 
 
 def _timed_seconds(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Of decode steps and of prefills, of engines that time them."""
+    """The seconds of decode steps and of prefills, if the engines time them."""
     decode, prefill = (row.get(f"perf/generator/{stage}/seconds", 0.0) for stage in ("decode", "prefill"))
     return decode, prefill
 
