@@ -35,7 +35,7 @@ from asyncrl.config.rules import at_least
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.placement import COLOCATED
 from asyncrl.launch.local_run import train
-from asyncrl.launch.processes import cores
+from asyncrl.system.cores import cores
 from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import OTHER, WAIT, busy_share
 from asyncrl.twin.calibrate import check_one_kind

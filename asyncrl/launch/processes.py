@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.device.visible import visible_devices
 from asyncrl.launch.supervise import Supervisor
 from asyncrl.launch.views.process_reports import ProcessReports
+from asyncrl.system.cores import cores
 from asyncrl.system.fork_server import ForkServer, own_server
 from asyncrl.system.rank_process import LAUNCHED
 
@@ -187,11 +187,6 @@ def share_of_devices(devices: str | None, index: int, count: int) -> str | None:
         return None
     every = devices.split(",")
     return ",".join(every[index::count] or [every[index % len(every)]])
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shared_threads(config: Config) -> int:

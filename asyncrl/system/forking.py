@@ -26,6 +26,7 @@ from pathlib import Path
 from setproctitle import setproctitle, setthreadtitle
 
 from asyncrl.system import fork_server
+from asyncrl.system.cores import cores
 from asyncrl.system.fork_server import GO, LONGEST, READY, ForkServer, Request
 from asyncrl.system.signals import die_with
 
@@ -175,7 +176,7 @@ def threads_of(env: Mapping[str, str]) -> int:
     True
     """
     given = (env.get(variable, "").partition(",")[0] for variable in THREADS)
-    return next((int(n) for n in given if n.isdecimal() and int(n)), len(os.sched_getaffinity(0)))
+    return next((int(n) for n in given if n.isdecimal() and int(n)), cores())
 
 
 _code: int | None = None

@@ -6,7 +6,6 @@ asyncrl scale RUN N ──writes──▸ RUN/generators ──taken away by─�
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.generator import key_of_pool
 from asyncrl.errors import DeadlineError
 from asyncrl.launch.folder.run_folder import config_of, find_run
+from asyncrl.system.cores import cores
 from asyncrl.system.disk import replace_text
 
 FILE = "generators"
@@ -75,7 +75,7 @@ def _check(request: ScaleRequest, config: Config) -> None:
         f"give {generator.count} or less, or start others by hand: CUDA_VISIBLE_DEVICES=… asyncrl generator …"
     )
     require(not generator.devices or count <= generator.count, "N", count, rule, remedy)
-    most = max(generator.count, PER_CORE * (os.cpu_count() or 1))
+    most = max(generator.count, PER_CORE * cores())
     rule = f"are more processes than this machine bears, {most} at most, and no other one reaches the queue"
     may = count <= most or not stays_here(config.queue.address)
     require(may, "N", count, rule, f"give {most} or less, or set queue.address to one that others reach")

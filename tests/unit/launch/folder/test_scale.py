@@ -100,7 +100,7 @@ def test_more_generators_than_the_machine_bears_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, count: int, refused: bool
 ) -> None:
     """Unless others may run elsewhere."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(
         "asyncrl.launch.folder.scale.config_of",
         lambda _: Config(queue=QueueConfig(address=address, keys="keys")),
