@@ -7,7 +7,7 @@
 A decode step takes step_s + n · sequence_s. Engines that time their steps have that line in the metrics, and another
 of their prefills. For others it is the time of a group over the tokens of its longest rollout, against the sequences
 that its generator decoded meanwhile, prefills included. The height of that line is then set by the engines' seconds of
-decoding and their tokens; that of the prefills by their share of the engines' seconds.
+decoding and their tokens; that of the prefills by the seconds in which the engines worked over those that they timed.
 """
 
 from __future__ import annotations

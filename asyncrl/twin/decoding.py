@@ -22,7 +22,7 @@ COMPUTE, FLIP, IDLE = "compute", "wait/weights", "wait/tasks"
 """Names of the seconds of an engine, as its spans have them."""
 
 CLOSE = 1e-9
-"""Decode steps that lie nearer count as the same."""
+"""Share of the steps so far by which two may differ and count as the same."""
 
 
 class Decoder:
@@ -91,7 +91,7 @@ class Decoder:
     def _end_sequences(self) -> list[int]:
         done: list[int] = []
         steps: set[float] = set()  # in which sequences end
-        reached = self._steps + CLOSE * max(1.0, self._steps)
+        reached = self._steps + self._close
         # The clock may be too coarse for the rest of a sequence: then it is over, too.
         while self._running and (
             (not self._prefill_left and self._running[0][0] <= reached) or self.next_end <= self.now
@@ -108,17 +108,16 @@ class Decoder:
 
     def _fill(self, steps: int) -> None:
         """Let those that wait join, over so many steps."""
-        next_step = math.ceil(self._steps - CLOSE * max(1.0, self._steps))
+        next_step = math.ceil(self._steps - self._close)
         fresh = Counter[int]()  # sequences to be prefilled, by group
         while self._waiting and len(self._running) < self._slots:
             tokens, group = self._waiting.popleft()
-            end = step = next_step + tokens
+            step = next_step + tokens
             if self._times.first_tokens and (group in fresh or not self._decoding[group]):
                 fresh[group] += 1
-                end = step = step - 1
+                step -= 1
             self._decoding[group] += 1
-            if self._grain:
-                end = max(self._steps, self._grain * round(step / self._grain))
+            end = max(self._steps, self._grain * round(step / self._grain)) if self._grain else step
             heapq.heappush(self._running, (end, group, step))
         if fresh:
             self._prefill(fresh.total(), steps, next_step)
@@ -126,11 +125,16 @@ class Decoder:
     def _prefill(self, sequences: int, steps: int, next_step: int) -> None:
         """Those that join before the same step have one prefill, unless it has begun between two steps already."""
         self._prefill_left += self._times.prefill_sequence_s * sequences
-        midway = next_step - self._steps > CLOSE * max(1.0, self._steps)
+        midway = next_step - self._steps > self._close
         if next_step == self._prefilled_before and (midway or self.now == self._prefill_began):
             return
         self._prefill_left += self._times.prefill_s * min(steps, sequences)
         self._prefilled_before, self._prefill_began = next_step, self.now
+
+    @property
+    def _close(self) -> float:
+        """Steps that lie no farther apart count as the same: the clock has no more digits."""
+        return CLOSE * max(1.0, self._steps)
 
     @property
     def _of_a_step(self) -> float:
