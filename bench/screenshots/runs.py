@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,13 +20,14 @@ RECIPE = "configs/recipes/demo.yaml"
 COMMON = ("run.target_accuracy=null", "evaluation.every=5", "telemetry.rollouts_every=2", "launch.quiet=true")
 DEADLINE_S = 900.0
 SLOW = {"slow-generator": ("generator-1", b'"generate"', 0.6), "stale-data": ("learner", b'"lane"', 0.15)}
-"""A process of a run that stands still for so many seconds, then goes on for RUNS_S, by turns: its machine is busy.
+"""A process of a run that stands still for so many seconds, then goes on for a slice, by turns: its machine is busy.
 That begins when its trace has the text, e.g. its first group."""
 
 HELD = {"slow-generator": "generator-0"}
 """A process that stands still until that begins: it would make all groups before the other has started."""
 
-RUNS_S = 0.05
+SLICE_CPU_S, SLICE_S = 0.05, 0.25
+"""A slice: so much time of a core, so that it is as long on a busy machine, or so many seconds if it has less to do."""
 
 RUNS = {
     "healthy": ("run.versions=40", "generator.count=2"),
@@ -96,10 +98,24 @@ def _slow_down(name: str, traces: Path, ended: threading.Event) -> None:
                 return
         if held is not None:
             held.resume()
-        while not ended.wait(RUNS_S):
+        while _sliced(process, ended):
             process.suspend()
             ended.wait(stops_s)
             process.resume()
+
+
+def _sliced(process: psutil.Process, ended: threading.Event) -> bool:
+    """Wait until a process has had its slice; False when all has ended."""
+    begun, used = time.monotonic(), _cpu_s(process)
+    while _cpu_s(process) < used + SLICE_CPU_S and time.monotonic() < begun + SLICE_S:
+        if ended.wait(SLICE_CPU_S / 5):
+            return False
+    return True
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def _process(trace: Path, begun: bytes = b"") -> psutil.Process | None:

@@ -30,7 +30,8 @@ FLAWED = Path(__file__).parents[1] / "flawed_echo.py"
 CUT_OFF = "rollout/length/truncated"
 """Answers of the task end after their three places."""
 
-LONG = ("generator.max_tokens=48", "generator.max_length=52")
+LONG = ("generator.max_tokens=96", "generator.max_length=100", "learner.optimizer.lr=1e-6")
+"""Answers that stay long: a model that learns the task answers in three tokens."""
 
 HELD_UP = {"stall", "silent"}
 """Rules about waits: other tests run beside a run, and its processes wait for cores."""
@@ -56,7 +57,7 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
 
 
 def test_a_slow_generator_is_named(tmp_path: Path) -> None:
-    """Answers are long enough that no group fits between two stops, however fast the machine is."""
+    """Answers are and stay long enough that no group fits between two stops, however fast the machine is."""
     findings = {(one.rule, one.about, one.key) for one in found(tmp_path, "slow-generator", *LONG)}
     assert ("straggler", "generator-1", "queue.hedge_s") in findings
     others = {about for _, about, _ in findings} - {"generator-1"}
