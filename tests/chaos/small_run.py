@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TASKS, BATCH = 240, 4
+TASKS, BATCH = 480, 4
 BAD = (7, 30, 31, 200)
 """Tasks whose reward cannot be had: they end as DROPPED(reward)."""
 

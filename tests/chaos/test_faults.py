@@ -14,7 +14,7 @@ from bench.chaos.faults import KINDS
 from bench.chaos.runs import FaultyRun
 from bench.chaos.verdict import broken
 
-VERSIONS, FAULTS = 90, 9
+VERSIONS, FAULTS = 150, 9
 CONFIG = {
     "include": ["tasks/echo.yaml", "algorithms/grpo.yaml"],
     "run": {"name": "it", "versions": VERSIONS},

@@ -345,7 +345,7 @@ async def waiting_at_a_drain(
         return asyncio.ensure_future(engine.sample(of))
 
     async with staged(engine, weights) as flip:
-        running = [asked("short", 60, 0), asked("long", 200, 1)]
+        running = [asked("short", 150, 0), asked("long", 300, 1)]
         await until_tokens(engine, 4 * SLOTS)
         waiting = asked("waiting", 10, 2)
         flipping = asyncio.ensure_future(flip())

@@ -26,7 +26,7 @@ HEAD = 10
 REQUEST = 120
 """Bytes of the request, about, and of the reply's first frames."""
 
-AT_ONCE = 20
+AT_ONCE = 10
 VALUE = "x" * 300
 """Longer than a frame whose length is one byte."""
 
@@ -99,7 +99,7 @@ async def answered(broker: Broker, keys: str | None, way: str, at: int, bit: int
 
 
 def client_of(address: str, keys: str | None, who: str) -> QueueClient:
-    return QueueClient(address, run="run", who=who, deadline_s=WAIT_S, keys=client_keys(keys))
+    return QueueClient(address, run="run", who=who, deadline_s=3 * WAIT_S, keys=client_keys(keys))
 
 
 @pytest.fixture(params=["plain", "encrypted"])

@@ -39,8 +39,8 @@ def replaced(pair: RedisPair, port: int) -> None:
 class Broker:
     """What a broker keeps in Redis."""
 
-    def __init__(self, pair: RedisPair, deadline_s: float = 30.0) -> None:
-        place = RedisRun(pair.url, "it", deadline_s=deadline_s)
+    def __init__(self, pair: RedisPair) -> None:
+        self.place = place = RedisRun(pair.url, "it", deadline_s=30.0)
         self.epoch = place.epoch
         self.journal, self.payloads = RedisJournal(place), RedisPayloads(place)
         self.found = list(self.journal.replay())
@@ -74,11 +74,13 @@ def test_a_write_that_no_replica_has_does_not_count_and_is_kept_once_it_has(
 ) -> None:
     """Nor does one that is tried again, which finds its work done."""
     monkeypatch.setattr(redis_place, "REPLICATED_S", 0.2)
-    broker = Broker(pair, deadline_s=1.0)
+    broker = Broker(pair)
     replica = psutil.Process(pair.replica_pid)
     replica.suspend()
-    with pytest.raises(DeadlineError, match=r"waited 1.0 s for Redis at redis\+sentinel://127"):
-        broker.write(b"once")
+    with monkeypatch.context() as briefly:
+        briefly.setattr(broker.place._place, "_deadline_s", 1.0)
+        with pytest.raises(DeadlineError, match=r"waited 1.0 s for Redis at redis\+sentinel://127"):
+            broker.write(b"once")
     replica.resume()
     pair.until_whole()
     broker.write(b"once")

@@ -17,7 +17,7 @@ from asyncrl.errors import DeadlineError
 from asyncrl.queue.client.client import QueueClient
 from asyncrl.system.signals import die_with_parent
 
-LEASE_S = 3.0
+LEASE_S = 6.0
 GENERATORS = 50
 
 
@@ -46,8 +46,8 @@ async def test_no_generator_loses_its_lease_and_a_dead_one_does(tmp_path: Path) 
         await learner.open("train", settings)
         await learner.submit("train", tasks(0, count))
         dead = await connected("dead")
-        (given_up,) = await lease(dead, 1)
         generators = [await connected(f"generator-{number}") for number in range(GENERATORS)]
+        (given_up,) = await lease(dead, 1)
         leases = await asyncio.gather(*(lease(generator, 1) for generator in generators))
         assert {len(each) for each in leases} == {1}
         assert all(not each.lost for each in await asyncio.gather(*(one.renew() for one in generators)))

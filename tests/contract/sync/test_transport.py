@@ -33,6 +33,8 @@ from asyncrl.sync.channels.shm_transport import MOST_PARTS, ShmChannel
 Pair = tuple[Channel, Channel]
 NAMES = ("learner rank 0", "generator-0")
 DEADLINE_S = 20.0
+START_S = 90.0
+"""A process starts and imports torch."""
 
 GPUS = torch.cuda.device_count()
 
@@ -191,7 +193,7 @@ def peer(kind: str) -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
             channel = accept(
                 "shm" if kind == "cuda-ipc" else kind,  # type: ignore[arg-type]
                 listener,
-                meeting(SOURCE, device),
+                meeting(SOURCE, device, deadline_s=START_S),
             )
             assert said(process) == "ready"
             yield channel, process

@@ -61,6 +61,14 @@ class Pods:
                 folder.mkdir(exist_ok=True)
                 (folder / name).write_text(self._here(text) if name == "config.yaml" else text)
                 (folder / name).chmod(0o440)
+        self._take_keys()
+
+    def _take_keys(self) -> None:
+        """As the init container of each pod does it: once for all of them, which share the folder here."""
+        (self._folder / "keys").mkdir()
+        for file in (self._folder / "secrets").glob("*.key"):
+            shutil.copy(file, self._folder / "keys" / file.name)
+            (self._folder / "keys" / file.name).chmod(0o600)
 
     def _here(self, text: str) -> str:
         for there, here in self._moved.items():
@@ -78,12 +86,8 @@ class Pods:
 
     @contextmanager
     def started(self, component: str, name: str) -> Iterator[Process]:
-        """As the init container and the container of this pod do it."""
+        """As the container of this pod does it."""
         spec = self._spec(component)
-        (self._folder / "keys").mkdir(exist_ok=True)
-        for file in (self._folder / "secrets").glob("*.key"):
-            shutil.copy(file, self._folder / "keys" / file.name)
-            (self._folder / "keys" / file.name).chmod(0o600)
         (container,) = spec["containers"]
         env = {one["name"]: one.get("value", name) for one in container["env"]}
         words = [self._here(word).replace("$(POD_NAME)", name) for word in container["command"]]
@@ -94,10 +98,12 @@ class Pods:
 def test_the_processes_of_the_pods_make_a_run_and_go_on_after_an_eviction(config_file: Path) -> None:
     pods = Pods(config_file, "run.versions=30", "queue.deadline_s=60", "placement.rewards.where=pool")
     with ExitStack() as stack:
-        for component in ("queue", "generators", "rewards"):
+        others = [
             stack.enter_context(pods.started(component, f"it-{component}-0"))
+            for component in ("queue", "generators", "rewards")
+        ]
         learner = stack.enter_context(pods.started("learner", "it-learner-ranks-0-0-x"))
-        until_trained(pods.run, 2, learner)
+        until_trained(pods.run, 2, learner, *others)
         learner.send_signal(signal.SIGTERM)  # its node is drained
         code, printed = finished(learner)
         assert code == 10, printed

@@ -14,6 +14,7 @@ import pytest
 from processes import (
     DEADLINE_S,
     FOR_EVER,
+    STARTS_S,
     Process,
     finished,
     interrupt,
@@ -109,7 +110,7 @@ def test_a_run_outlives_a_lost_node_and_a_killed_learner_and_ctrl_c_saves(
 ) -> None:
     run = config_file.parent / "it"
     with launched(config_file, nodes, FOR_EVER, "generator.count=2") as launcher:
-        until_trained(run, 2, launcher)
+        until_trained(run, 2, launcher, deadline_s=STARTS_S)
         lost = the_process(config_file, "generator", "generator-0")
         nodes.lose_node_of(lost)
         nodes.add()

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from processes import (
     FOR_EVER,
+    STARTS_S,
     finished,
     newest_checkpoint,
     started,
@@ -77,7 +78,7 @@ def test_a_run_over_several_nodes_outlives_its_processes_and_goes_on_after_scanc
 ) -> None:
     run, shape = config_file.parent / "it", ("learner.processes=2", "generator.count=2")
     job = submit(FOR_EVER, *shape)
-    until_trained(run, 1)
+    until_trained(run, 1, deadline_s=STARTS_S)
     assert cluster.job(job)["NumNodes"] == "2"
     process_of(config_file, "generator", "generator-1").kill()
     until(lambda: "generator-1 ended" in output(config_file, job), "its end")
@@ -113,7 +114,7 @@ def test_a_job_is_queued_again_before_its_time_is_over_and_after_a_lost_node_and
     """USR1 is the signal that Slurm sends before the end of a job's time."""
     run = config_file.parent / "it"
     job = submit(FOR_EVER, "checkpoint.every=20", "generator.count=2", gpus=1)
-    until_trained(run, 2)
+    until_trained(run, 2, deadline_s=STARTS_S)
     assert cluster.job(str(int(job) + 1))["NumNodes"] == "2"
     for words in (("generator", "generator-0"), ("generator", "generator-1"), ("learner",)):
         assert process_of(config_file, *words).environ()["CUDA_VISIBLE_DEVICES"] == "0"

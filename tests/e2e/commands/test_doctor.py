@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import FOR_EVER, finished, started, succeeded
+from processes import FOR_EVER, STARTS_S, finished, started, succeeded
 
 from asyncrl.observability.doctor.facts import Finding
 from asyncrl.observability.doctor.rules import diagnose
@@ -33,35 +33,39 @@ CUT_OFF = "rollout/length/truncated"
 LONG = ("generator.max_tokens=96", "generator.max_length=100", "learner.optimizer.lr=1e-6")
 """Answers that stay long: a model that learns the task answers in three tokens."""
 
-HELD_UP = {"stall", "silent"}
-"""Rules about waits: other tests run beside a run, and its processes wait for cores."""
+HELD_UP, WAITS = {"stall", "silent", "bottleneck"}, "perf/wait_fraction/"
+"""Rules and figures about waits: other tests run beside a run, and its processes wait for cores."""
+
+LATE = "sync/lag"
+"""How late a generator takes versions, which one that stands still does late."""
 
 
 def found(folder: Path, name: str, *keys: str) -> list[Finding]:
-    """Findings of a run of bench/screenshots/runs.py that are no notes, but for HELD_UP and CUT_OFF. Its task is echo,
-    which needs no warm-up."""
+    """Findings of a run of bench/screenshots/runs.py that are no notes, but for those about waits and CUT_OFF. Its task
+    is echo, which needs no warm-up."""
     write_model_folder(folder / "model", hidden_size=32, layers=1)
     (folder / "config.yaml").write_text(CONFIG.format(model=folder / "model"), encoding="utf-8")
     words = [*command(name, folder, str(folder / "config.yaml")), *keys]
     with slowed_down(name, folder), started(*words) as launcher:
-        succeeded(launcher)
+        succeeded(launcher, STARTS_S)
     run = RunFiles(folder / name)
     run.read()
     severe = (one for one in diagnose(run) if one.severity != "note")
-    return [one for one in severe if one.rule not in HELD_UP and one.about != CUT_OFF]
+    ours = (one for one in severe if one.rule not in HELD_UP and not one.about.startswith(WAITS))
+    return [one for one in ours if one.about != CUT_OFF]
 
 
 def test_a_healthy_run_has_none(tmp_path: Path) -> None:
     """But for a generator that stands behind the other because the cores are taken."""
-    assert [one for one in found(tmp_path, "healthy") if one.rule != "straggler"] == []
+    findings = found(tmp_path, "healthy")
+    assert [one for one in findings if one.rule != "straggler" and one.about != LATE] == []
 
 
 def test_a_slow_generator_is_named(tmp_path: Path) -> None:
     """Answers are and stay long enough that no group fits between two stops, however fast the machine is."""
     findings = {(one.rule, one.about, one.key) for one in found(tmp_path, "slow-generator", *LONG)}
     assert ("straggler", "generator-1", "queue.hedge_s") in findings
-    others = {about for _, about, _ in findings} - {"generator-1"}
-    assert others <= {"generator-1 is", "sync/lag"}, "it may hold the learner up, and takes versions late"
+    assert {about for _, about, _ in findings} <= {"generator-1", LATE}
 
 
 def test_stale_data_is_named(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_stale_data_is_named(tmp_path: Path) -> None:
 def test_a_reward_of_which_one_part_grows_is_named(tmp_path: Path) -> None:
     """Commas are paid, and answers become wrong."""
     ours = (f"reward.function={FLAWED}:reward", f"evaluation.source={FLAWED}:heldout")
-    first = found(tmp_path, "hacked-reward", *ours)[0]
+    first = found(tmp_path, "hacked-reward", *ours, "run.versions=80")[0]
     assert (first.rule, first.key) == ("one part", "reward.weights.tidy")
     assert "right falls" in first.sentence
 

@@ -103,7 +103,7 @@ def test_a_generator_of_another_configuration_ends_before_it_leases(config_file:
         with (
             started("asyncrl", "generator", config, address, "--name", "good", "generator.slots=16") as good,
             started("asyncrl", "generator", config, address, "--name", "drift", *drifted) as drift,
-            started("asyncrl", "learner", config, address) as learner,
+            started("asyncrl", "learner", config, address, "run.versions=30") as learner,
         ):
             code, printed = finished(drift)
             succeeded(learner)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_is_tuned_by_real_runs_and_the_written_file_trains(config_file: Path) -> None:
     folder, written = config_file.parent / "tune", config_file.parent / "tuned.yaml"
-    words = ("--versions", "8", "--repetitions", "1", "--dir", str(folder), "--write", str(written))
+    words = ("--versions", "20", "--repetitions", "1", "--dir", str(folder), "--write", str(written))
     synchronous = ("queue.max_staleness=0", "generator.fixed_shape=false", reward_key("late"))
     printed = ran("asyncrl", "tune", str(config_file), *synchronous, *words, deadline_s=300)
     assert "queue.max_staleness=" in printed.splitlines()[-2], printed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import missing
 import pytest
-from processes import FOR_EVER, started, until, until_trained
+from processes import FOR_EVER, STARTS_S, started, until, until_trained
 
 from asyncrl.tasks.addition import write_model_folder
 
@@ -29,7 +29,7 @@ def test_the_endpoint_of_a_generator_has_the_metrics_of_its_vllm(config_file: Pa
         FOR_EVER,
     )
     with started("asyncrl", "train", str(config_file), *words, executed=True) as launcher:
-        until_trained(run, 1, launcher)
+        until_trained(run, 1, launcher, deadline_s=STARTS_S)
         (group,) = json.loads((run / "prometheus" / "generator-0.json").read_text())
 
         def text() -> str:

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import missing
 import pytest
-from processes import counts_of, ran, rows
+from processes import STARTS_S, counts_of, ran, rows
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.models.loading import load_causal_lm
 from asyncrl.tasks.addition import write_model_folder
 
 pytest.importorskip("vllm", reason=missing.VLLM)
-
-STARTS_S = 300.0
-"""vLLM starts in seconds, or in minutes where many share the cores."""
 
 INT8 = ("generator.quantization=int8",)
 ADAPTERS = ("model.lora.rank=4", "learner.processes=2")

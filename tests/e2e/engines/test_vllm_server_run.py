@@ -6,7 +6,7 @@ from pathlib import Path
 
 import missing
 import pytest
-from processes import counts_of, free_port, listens, ran, rows, started, until
+from processes import STARTS_S, counts_of, free_port, listens, ran, rows, started, until
 
 from asyncrl.tasks.addition import write_model_folder
 
@@ -28,7 +28,7 @@ def test_a_run_trains_on_what_a_server_says(config_file: Path) -> None:
         "learner.groups_deadline_s=300",
     )
     with started(SERVE, str(model), str(port), "8", "16", "--load-format", "dummy") as server:
-        until(lambda: listens(port), "server", server)
+        until(lambda: listens(port), "server", server, deadline_s=STARTS_S)
         ran("asyncrl", "train", str(config_file), *words)
     assert counts_of(run) == (4, 16, 0)
     told = rows(run)

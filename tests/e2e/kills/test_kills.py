@@ -49,7 +49,7 @@ def test_a_killed_generator_is_replaced_and_nothing_is_lost(config_file: Path) -
 def test_a_run_goes_on_without_its_fork_server(config_file: Path) -> None:
     """A generator that dies is forked again, or executed once the server was killed. Ranks are forked by a server of
     their own."""
-    run, words = config_file.parent / "it", ("learner.processes=2", "run.versions=12", "--timings")
+    run, words = config_file.parent / "it", ("learner.processes=2", "run.versions=30", "--timings")
     with started(*launched(config_file, *words), executed=True) as launcher:
         until_trained(run, 2, launcher)
         everybody = family(launcher.pid)
@@ -75,7 +75,7 @@ def test_a_run_goes_on_without_its_fork_server(config_file: Path) -> None:
         "learner loads the model",
         "learner trains the first version",
     ]
-    assert counts_of(run) == (12, 48, 0)
+    assert counts_of(run) == (30, 120, 0)
     assert_no_orphans(everybody)
 
 

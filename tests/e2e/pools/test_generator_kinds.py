@@ -8,6 +8,7 @@ import missing
 import pytest
 from processes import (
     FOR_EVER,
+    STARTS_S,
     Process,
     child,
     counts_of,
@@ -27,8 +28,6 @@ from asyncrl.tasks.addition import write_model_folder
 
 SMALL = "placement.generators.small={slots: 4, kv: recompute, speculation: {tokens: 4}}"
 TURNS = ("placement.colocate=true", "sync.staging=host", "sync.snapshot_device=host")
-STARTS_S = 300.0
-"""vLLM starts in seconds, or in minutes where many share the cores."""
 
 
 def until_made(run: Path, generator: str, groups: int, launcher: Process) -> None:

@@ -36,7 +36,7 @@ PPO = [
     "critic.optimizer.lr=1e-3",
     "placement.critic.where=pool",
 ]
-FIRST_AND_LATER = (1, 4)
+FIRST_AND_LATER = (1, 12)
 """Versions before the first checkpoint, and after some."""
 
 
@@ -89,7 +89,7 @@ def test_a_killed_learner_finds_the_critic_of_its_checkpoint_again(config_file: 
     with started("asyncrl", "train", str(config_file), *words, "run.name=killed") as launcher:
         pool = child(launcher, "asyncrl", "pool", "critic").pid
         kill_after(run, FIRST_AND_LATER, launcher, "asyncrl", "learner")
-        until_trained(run, 5, launcher)
+        until_trained(run, 13, launcher)
         assert child(launcher, "asyncrl", "pool", "critic").pid == pool
         succeeded(launcher)
     assert versions(run) == list(range(1, 25))

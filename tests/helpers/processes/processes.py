@@ -24,6 +24,9 @@ from torch import Tensor
 from asyncrl.system.signals import die_with_parent
 
 DEADLINE_S = 90.0
+STARTS_S = 300.0
+"""vLLM and clusters start in seconds, or in minutes where many share the cores."""
+
 FOR_EVER = "run.versions=100000"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -189,9 +192,11 @@ def versions(run: Path) -> list[int]:
     return [row["version"] for row in rows(run)]
 
 
-def until_trained(run: Path, version: int, *alive: Process) -> None:
+def until_trained(run: Path, version: int, *alive: Process, deadline_s: float = DEADLINE_S) -> None:
     """Wait for this version or a later one."""
-    until(lambda: max(versions(run), default=0) >= version, f"version {version}", *alive)
+    until(
+        lambda: max(versions(run), default=0) >= version, f"version {version}", *alive, deadline_s=deadline_s
+    )
 
 
 def kill_after(run: Path, versions: Sequence[int], launcher: Process, *words: str) -> None:

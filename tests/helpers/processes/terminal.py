@@ -13,8 +13,9 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 from processes import DEADLINE_S, ENV, family, until
 
 from asyncrl.system.signals import die_with_parent
@@ -80,7 +81,8 @@ class Terminal:
 
     def close(self) -> None:
         for one in family(self.process.pid):
-            one.kill()
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         self.process.wait(DEADLINE_S)
         self._reader.join(DEADLINE_S)
         os.close(self._master)

@@ -57,7 +57,7 @@ def test_lengths_are_those_of_the_task_and_of_the_distribution() -> None:
 
 def test_a_token_has_the_version_of_its_time() -> None:
     """Two slots, 10 tokens a sample: a third sample begins when the first one ends."""
-    times = replace(Times(), spread=0.0, median=10, token_s=0.002)
+    times = replace(Times(), spread=0.0, median=10, token_s=0.03)
 
     async def run() -> list[np.ndarray]:
         engine = TimedEngine(times, slots=2, max_length=100, targets={"w": torch.zeros(1)})
@@ -94,4 +94,6 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     overlap.main()
     found = json.loads((tmp_path / "out.json").read_text())["figures"]
     assert found.keys() == overlap.NAMES.keys()
-    assert all(0 < found[name] < 1.1 for name in ("generation_bound", "synchronous", "crowd"))
+    assert all(0 < found[name] < 1.1 for name in ("synchronous", "crowd"))
+    # Generators that are ahead when the two versions begin leave them the learner's time alone.
+    assert 0 < found["generation_bound"] < 1.1 * overlap.IMBALANCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,8 @@ async def test_a_task_whose_sample_is_lost_goes_back_to_the_queue_and_the_third_
 
 
 async def test_an_engine_that_makes_no_token_ends_the_worker_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's own watch has the same limit, and would end the process of the tests after so short a pause."""
+    monkeypatch.setattr("asyncrl.generator.worker.LoopWatch", lambda *_: nullcontext())
     impatient = replace(CONFIG, generator=replace(CONFIG.generator, progress_deadline_s=0.1))
     async with house(config=impatient) as h:
         monkeypatch.setattr(h.engine, "_step", lambda: None)

@@ -119,9 +119,11 @@ def test_a_rank_that_ends_because_of_another_ones_death_is_not_the_cause(
     assert "rank 1 ended first (killed by SIGKILL)" in caplog.text
 
 
-def test_sigterm_reaches_every_rank_and_a_clean_stop_is_one() -> None:
-    first = f"trap 'exit 10' TERM; {FOR_EVER}"
-    second = f"trap 'sleep 0.3; exit 10' TERM; kill -TERM $PPID; {FOR_EVER}"
+def test_sigterm_reaches_every_rank_and_a_clean_stop_is_one(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    first = f"trap 'exit 10' TERM; touch {ready}; {FOR_EVER}"
+    waits = f"until [ -e {ready} ]; do sleep 0.02; done"
+    second = f"trap 'sleep 0.3; exit 10' TERM; {waits}; kill -TERM $PPID; {FOR_EVER}"
     assert run_ranks(of_ranks(first, second), TWO, LONG_S) == 10
 
 

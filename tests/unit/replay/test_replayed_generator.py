@@ -38,7 +38,7 @@ model: {{path: {model}}}
 tasks: {{source: asyncrl.tasks.addition:train, options: {{digits: 1, held_out: 20}}}}
 reward: {{function: "asyncrl.tasks.addition:reward"}}
 batch: {{groups: 4, group_size: 4}}
-generator: {{slots: 8, max_tokens: 24, max_length: 32, threads: 1}}
+generator: {{slots: 8, max_tokens: 72, max_length: 80, threads: 1}}
 learner: {{threads: 1}}
 """
 GROUPS = 6

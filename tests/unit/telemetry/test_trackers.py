@@ -40,6 +40,8 @@ class Recorder(Tracker):
         self.got.append((version, dict(numbers)))
 
     def write_rollouts(self, version: int, table: Sequence[Sequence[Any]]) -> None:
+        if self._held is not None:
+            assert self._held.wait(SOON_S)
         self.got.append((version, [list(row) for row in table]))
 
     def close(self) -> None:
