@@ -13,6 +13,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Self
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 
 DEADLINE_S = 240.0
@@ -22,6 +24,12 @@ CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": t
 """By which a process measures. cpu: its own time, for a machine that others use too; it leaves out waits."""
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+def cpu_s(*pids: int) -> float:
+    """Seconds of a core that these processes have used, user and system. Raises psutil.NoSuchProcess."""
+    every = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(times.user + times.system for times in every))
 
 
 def importing_here() -> dict[str, str]:

@@ -26,6 +26,7 @@ from asyncrl.system.signals import die_with_parent
 from asyncrl.telemetry.sinks import read_rows
 from bench.bars import Bar, Measured, figures, row, verdict_table
 from bench.output import bench_parser, machine, write_results
+from bench.process import cpu_s
 
 BARS = (
     Bar("first_version_s.forked", 8.0, most=True),
@@ -66,14 +67,14 @@ def measured(args: argparse.Namespace, mode: str) -> Measured:
         killed_at = time.time()
         next(one for one in launcher.children() if "generator" in " ".join(one.cmdline()).split()).kill()
         successor = until(lambda: loaded(trace, killed_at), "the next generator")
-        used = [one.cpu_times() for one in [launcher, *launcher.children(recursive=True)]]
+        used = cpu_s(launcher.pid, *(one.pid for one in launcher.children(recursive=True)))
     finally:
         launcher.terminate()
         launcher.wait(DEADLINE_S)
     return {
         f"first_version_s.{mode}": first - began,
         f"successor_s.{mode}": successor - killed_at,
-        f"cpu_s.{mode}": sum(times.user + times.system for times in used),
+        f"cpu_s.{mode}": used,
     }
 
 

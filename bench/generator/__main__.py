@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.bars import figures
 from bench.generator.model import LOADS, TINY, write_model
 from bench.generator.report import table
 from bench.output import bench_parser, machine, write_results
-from bench.process import Process
+from bench.process import Process, cpu_s
 
 ENGINES = ("transformers", "vllm")
 """Each needs a package of its name."""
@@ -69,10 +68,10 @@ def _figures(folder: Path, engine: str, args: argparse.Namespace) -> dict[str, f
         with Process(["bench.generator.pool"], folder / "pool.log", {**said, "address": address}) as pool:
 
             def measured(what: str) -> dict[str, float]:
-                begun, cpu_s = time.perf_counter(), _cpu_s(learner)
+                begun, used_s = time.perf_counter(), cpu_s(learner.pid)
                 pool.tell({"do": what, "seconds": args.seconds})
                 answer: dict[str, float] = pool.hears()
-                answer["learner_cores"] = (_cpu_s(learner) - cpu_s) / (time.perf_counter() - begun)
+                answer["learner_cores"] = (cpu_s(learner.pid) - used_s) / (time.perf_counter() - begun)
                 print(engine, what, answer, file=sys.stderr, flush=True)
                 return answer
 
@@ -116,11 +115,6 @@ def _round(alike: dict[str, float], bare: dict[str, float], long_tail: dict[str,
         "busy_endless": bare["busy"],
         "busy_share": long_tail["busy"] / bare["busy"],
     }
-
-
-def _cpu_s(process: Process) -> float:
-    times = psutil.Process(process.pid).cpu_times()
-    return float(times.user + times.system)
 
 
 def _millions(folder: Path) -> float:

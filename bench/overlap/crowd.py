@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 from torch import Tensor
 
 from asyncrl.config.load import load_config
@@ -42,7 +41,7 @@ from asyncrl.types import Version
 from bench.bars import Measured
 from bench.overlap.engine import TimedEngine
 from bench.overlap.times import Times
-from bench.process import ONE_THREAD, ROOT, importing_here
+from bench.process import ONE_THREAD, ROOT, cpu_s, importing_here
 
 GENERATORS, PROCESSES, SLOTS = 1000, 2, 8
 TIMES = replace(Times(), token_s=0.25)
@@ -124,12 +123,13 @@ def measured(folder: Path) -> Measured:
         learner = _started(processes, folder, "learner", ["asyncrl", "learner", *words])
         generators = [_started(processes, folder, f"host-{host[1]}", [*host, *words]) for host in hosts]
         _await_steps(SKIPPED, learner, run)
-        kinds = {"queue": [queue], "learner": [learner], "generators": generators}
-        begun, before = time.monotonic(), {kind: _cpu_s(each) for kind, each in kinds.items()}
+        hosting = [host.pid for host in generators]
+        pids = {"queue": [queue.pid], "learner": [learner.pid], "generators": hosting}
+        begun, before = time.monotonic(), {kind: cpu_s(*each) for kind, each in pids.items()}
         _await_steps(SKIPPED + VERSIONS - 1, learner, run)
         seconds = time.monotonic() - begun
         cores = {
-            f"crowd_cores_{kind}": (_cpu_s(each) - before[kind]) / seconds for kind, each in kinds.items()
+            f"crowd_cores_{kind}": (cpu_s(*each) - before[kind]) / seconds for kind, each in pids.items()
         }
         try:
             code = learner.wait(DEADLINE_S)
@@ -164,11 +164,6 @@ def _end_of_log(run: Path) -> str:
 def _steps(run: Path) -> list[dict[str, Any]]:
     """The rows of its versions."""
     return [row for row in read_rows(run / "metrics.jsonl") if "perf/step_s" in row]
-
-
-def _cpu_s(processes: Sequence[subprocess.Popen[bytes]]) -> float:
-    every = [psutil.Process(process.pid).cpu_times() for process in processes]
-    return float(sum(times.user + times.system for times in every))
 
 
 def _started(processes: ExitStack, folder: Path, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -16,12 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
-
 from asyncrl.queue.wire.payload import encode_group
 from asyncrl.types import Task
 from bench.bars import Measured
-from bench.process import Process
+from bench.process import Process, cpu_s
 from bench.queue.asyncrl_queue import PROMPT, STEP, group_of
 from bench.queue.load import Load, Source
 
@@ -78,11 +76,11 @@ def _streamed(folder: Path, tokens: int, groups: int, ranks: int) -> tuple[float
         ]
         for side in sides:
             assert side.hears() == "ready"
-        before = _cpu_s(queue)
+        before = cpu_s(queue)
         for side in sides:
             side.tell("go")
         requests = sides[1].hears()
-        return (_cpu_s(queue) - before) / groups, requests / groups
+        return (cpu_s(queue) - before) / groups, requests / groups
 
 
 def _requests(folder: Path, role: str, told: Mapping[str, Any], groups: int) -> float:
@@ -90,10 +88,10 @@ def _requests(folder: Path, role: str, told: Mapping[str, Any], groups: int) -> 
     with _queue(folder, {"groups": groups, "tokens": told["tokens"]}) as (queue, address, stack):
         side = _side(stack, folder, role, {**told, "address": address})
         assert side.hears() == "ready"
-        before = _cpu_s(queue)
+        before = cpu_s(queue)
         side.tell("go")
         requests = side.hears()
-        return (_cpu_s(queue) - before) / requests
+        return (cpu_s(queue) - before) / requests
 
 
 @contextmanager
@@ -110,8 +108,3 @@ def _queue(folder: Path, load: Mapping[str, int]) -> Iterator[tuple[int, list[st
 
 def _side(stack: ExitStack, folder: Path, role: str, told: Mapping[str, Any]) -> Process:
     return stack.enter_context(Process(["bench.scale.side", role], folder / f"{role}.log", told))
-
-
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.process import ONE_THREAD, ROOT
+from bench.process import ONE_THREAD, ROOT, cpu_s
 
 RECIPE = "configs/recipes/demo.yaml"
 COMMON = ("run.target_accuracy=null", "evaluation.every=5", "telemetry.rollouts_every=2", "launch.quiet=true")
@@ -106,16 +106,11 @@ def _slow_down(name: str, traces: Path, ended: threading.Event) -> None:
 
 def _sliced(process: psutil.Process, ended: threading.Event) -> bool:
     """Wait until a process has had its slice; False when all has ended."""
-    begun, used = time.monotonic(), _cpu_s(process)
-    while _cpu_s(process) < used + SLICE_CPU_S and time.monotonic() < begun + SLICE_S:
+    begun, used = time.monotonic(), cpu_s(process.pid)
+    while cpu_s(process.pid) < used + SLICE_CPU_S and time.monotonic() < begun + SLICE_S:
         if ended.wait(SLICE_CPU_S / 5):
             return False
     return True
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def _process(trace: Path, begun: bytes = b"") -> psutil.Process | None:

@@ -37,7 +37,7 @@ HELD_UP, WAITS = {"stall", "silent", "bottleneck"}, "perf/wait_fraction/"
 """Rules and figures about waits: other tests run beside a run, and its processes wait for cores."""
 
 LATE = "sync/lag"
-"""How late a generator takes versions, which one that stands still does late."""
+"""A generator that stands still takes versions late."""
 
 
 def found(folder: Path, name: str, *keys: str) -> list[Finding]:

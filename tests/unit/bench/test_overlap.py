@@ -84,7 +84,7 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "--repetitions",
         "1",
         "--versions",
-        "2",
+        "8",  # generators that are a little ahead when these begin leave the first ones the learner's time alone
         "--dir",
         str(tmp_path),
         "--json",
@@ -94,6 +94,4 @@ def test_every_figure_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     overlap.main()
     found = json.loads((tmp_path / "out.json").read_text())["figures"]
     assert found.keys() == overlap.NAMES.keys()
-    assert all(0 < found[name] < 1.1 for name in ("synchronous", "crowd"))
-    # Generators that are ahead when the two versions begin leave them the learner's time alone.
-    assert 0 < found["generation_bound"] < 1.1 * overlap.IMBALANCE
+    assert all(0 < found[name] < 1.1 for name in ("generation_bound", "synchronous", "crowd"))

@@ -32,16 +32,18 @@ class Recorder(Tracker):
         self.got: list[Any] = []
         self._fails, self._held = fails, held
 
-    def write(self, version: int, numbers: Mapping[str, float]) -> None:
+    def _wait(self) -> None:
         if self._held is not None:
             assert self._held.wait(SOON_S)
+
+    def write(self, version: int, numbers: Mapping[str, float]) -> None:
+        self._wait()
         if version in self._fails:
             raise OSError(f"no route for {version}")
         self.got.append((version, dict(numbers)))
 
     def write_rollouts(self, version: int, table: Sequence[Sequence[Any]]) -> None:
-        if self._held is not None:
-            assert self._held.wait(SOON_S)
+        self._wait()
         self.got.append((version, [list(row) for row in table]))
 
     def close(self) -> None:
