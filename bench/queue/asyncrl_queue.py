@@ -122,7 +122,7 @@ async def _consume(address: list[str | None], run: Run) -> None:
 
     def claim(step: int, index: int) -> asyncio.Task[Claim | None]:
         max_tokens = MICRO_BATCH * ROWS * run.load.tokens
-        at = {"learner_epoch": epoch, "step": step, "index": index, "rank": 0}
+        at: dict[str, Any] = {"learner_epoch": epoch, "step": step, "index": index, "rank": 0}
         asking = client.claim(STREAM, **at, max_tokens=max_tokens, whole=False, wait_s=WAIT_S)
         return asyncio.create_task(asking)
 

@@ -50,7 +50,7 @@ async def claims(said: dict[str, Any], talk: Talk) -> int:
 
     async def claim(rank: int, client: QueueClient) -> None:
         for _ in range(said["each"]):
-            at = {"learner_epoch": epoch, "step": 0, "index": 0, "rank": rank}
+            at: dict[str, Any] = {"learner_epoch": epoch, "step": 0, "index": 0, "rank": rank}
             assert await client.claim(STREAM, **at, max_tokens=1, whole=False, wait_s=0.0) is None
 
     await asyncio.gather(*(claim(rank, client) for rank, client in enumerate(clients)))

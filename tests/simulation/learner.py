@@ -1,14 +1,15 @@
 """The learner of a simulated run, all ranks of it, as in trainer.py and train_stream.py of asyncrl/learner.
 
 It claims one ahead of the computation, publishes, reports, evaluates and checkpoints. It requests the first claim of
-the next step with the report, on ranks other than the first even before that.
+the next step while the last one is computed, and begins with it if it comes before the report is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.protocol.replies import Claim
@@ -20,6 +21,12 @@ from .parties import EVAL, PARK_S, TRAIN, Process
 EVALS = StreamSettings(
     groups_per_version=1, max_staleness=None, window=None, depth=4, max_bytes=1 << 20, lease_s=10.0
 )
+
+
+HAVE_ALL = 1 << 31
+"""More groups than a claim has: none of them are sent."""
+
+T = TypeVar("T")
 
 
 class BegunAnew(Exception):  # noqa: N818  (a decision, not a failure)
@@ -61,6 +68,8 @@ class Learner(Process):
         self.version, self.steps = (saved.version, dict(saved.steps)) if saved else (0, {})
         self._evaluating: set[int] = set()
         self._ahead: list[asyncio.Task[tuple[Claim | None, str]]] = []
+        self._following = -1  # the step whose first claim is wanted ahead
+        self._report: asyncio.Task[None] | None = None
         self._pristine: bytes | None = None
         if plan.evaluations:
             self._evals = (await lead.open(EVAL, EVALS, saved.evals if saved else None)).learner_epoch
@@ -79,31 +88,41 @@ class Learner(Process):
         try:
             ordinals = await self._train()
         except BegunAnew:
+            self._forget_ahead()
             return True
         except RefusedError as refusal:
             if refusal.reason == "exhausted":
                 return False
             raise
         if rng.random() < plan.refused:
+            self._forget_ahead()
             await lead.reject(TRAIN, learner_epoch=self._epoch, step=self.version, reason="not_finite")
             return True
         self.world.publish((self._lineage, self.version + 1))
-        waited = rng.random() * 0.3
-        following = self.version + 1
-        ahead = [self._ask_rank(rank, following, 0, None) for rank in range(1, len(self._ranks))]
-        trained = await lead.trained(TRAIN, learner_epoch=self._epoch, step=self.version, waited=waited)
+        self._report = self._begin(self._trained(self.version, rng.random() * 0.3))
         self.steps[self.version] = ordinals
         self.version += 1
-        assert trained.version == self.version
-        self._ahead = [self._ask_rank(0, following, 0, None), *ahead]
         if plan.evaluations:
             await self._evaluate()
         if self.version % plan.checkpoint_every == 0:
             await self._checkpoint()
         return True
 
+    def _forget_ahead(self) -> None:
+        self._ahead, self._following = [], -1
+
+    async def _trained(self, step: int, waited: float) -> None:
+        at = {"learner_epoch": self._epoch, "step": step}
+        assert (await self._ranks[0].trained(TRAIN, **at, waited=waited)).version == step + 1
+
+    async def _reported(self) -> None:
+        report, self._report = self._report, None
+        if report is not None:
+            await report
+
     async def _checkpoint(self) -> None:
         lead, saved = self._ranks[0], self.world.checkpoints
+        await self._reported()
         if saved and saved[-1].version == self.version:
             return
         snapshot = await lead.snapshot(TRAIN, learner_epoch=self._epoch)
@@ -118,32 +137,61 @@ class Learner(Process):
         ordinals: list[int] = []
         index, last = 0, False
         attempt: int | None = None
-        asked, self._ahead = self._ahead or self._ask(index, attempt), []
+        asked = self._ahead or self._ask(index, attempt)
+        self._forget_ahead()
         while not last:
             claims = await self._agreed(asked, index, attempt)
             last, index, attempt = claims[0].last, index + 1, claims[0].attempt
+            again = self._ask(0, attempt, HAVE_ALL) if any(claim.ahead for claim in claims) else []
             if not last:
-                asked = self._ask(index, attempt)
+                # The queue refuses claim 1 before claim 0 is made.
+                asked = self._ask(index, attempt, behind=again)
+            elif self.version + 1 < self.world.plan.versions:
+                self._following = step = self.version + 1
+                self._ahead = [self._begin(self._claim_ahead(rank, step)) for rank in range(len(self._ranks))]
             for claim in claims:
                 for group in claim.groups:
                     self.world.history.check_received(group)
                     ordinals.append(group.task.ordinal)
             await asyncio.sleep(self.world.plan.step_s * self.world.rng.random())
+            await self._reported()
+            if again:
+                await self._agreed(again, 0, attempt, HAVE_ALL)
         return ordinals
 
-    def _ask(self, index: int, attempt: int | None) -> list[asyncio.Task[tuple[Claim | None, str]]]:
-        return [self._ask_rank(rank, self.version, index, attempt) for rank in range(len(self._ranks))]
+    def _ask(
+        self, index: int, attempt: int | None, received: int = 0, behind: Sequence[asyncio.Task[Any]] = ()
+    ) -> list[asyncio.Task[tuple[Claim | None, str]]]:
+        return [
+            self._begin(self._claim(rank, self.version, index, attempt, received, behind))
+            for rank in range(len(self._ranks))
+        ]
 
-    def _ask_rank(
-        self, rank: int, step: int, index: int, attempt: int | None
-    ) -> asyncio.Task[tuple[Claim | None, str]]:
-        task = self.world.loop.create_task(self._claim(rank, step, index, attempt))
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self.world.loop.create_task(work)
         self._tasks.append(task)  # type: ignore[arg-type]
         task.add_done_callback(self._tasks.remove)  # type: ignore[arg-type]
         return task
 
-    async def _claim(self, rank: int, step: int, index: int, attempt: int | None) -> tuple[Claim | None, str]:
+    async def _claim_ahead(self, rank: int, step: int) -> tuple[Claim | None, str]:
+        """None once the learner waits for a claim, or begins anew."""
+        claim, refusal = await self._claim(rank, step, 0, None)
+        while claim is None and not refusal and self._following == step:
+            claim, refusal = await self._claim(rank, step, 0, None)
+        return claim, refusal
+
+    async def _claim(
+        self,
+        rank: int,
+        step: int,
+        index: int,
+        attempt: int | None,
+        received: int = 0,
+        behind: Sequence[asyncio.Task[Any]] = (),
+    ) -> tuple[Claim | None, str]:
         """(the claim if there is one, why there will be none)."""
+        if behind:
+            await asyncio.wait(behind)
         plan = self.world.plan
         where = {"learner_epoch": self._epoch, "step": step}
         try:
@@ -156,11 +204,15 @@ class Learner(Process):
                 whole=plan.whole,
                 wait_s=PARK_S,
                 attempt=attempt,
+                received=received,
+                ahead=attempt is None,
             )
             unreadable = [] if claim is None else [g.task.ordinal for g in claim.groups]
             unreadable = [ordinal for ordinal in unreadable if ordinal in plan.corrupt]
             if claim is None or not unreadable:
                 return claim, ""
+            if claim.ahead:
+                return None, "abandoned"
             # As the client does with what it cannot decode.
             at = {**where, "attempt": claim.attempt}
             await self._ranks[rank].abandon(TRAIN, **at, dropped=unreadable, reason="corrupt")
@@ -171,7 +223,11 @@ class Learner(Process):
             return None, refusal.reason
 
     async def _agreed(
-        self, asked: Sequence[asyncio.Task[tuple[Claim | None, str]]], index: int, attempt: int | None
+        self,
+        asked: Sequence[asyncio.Task[tuple[Claim | None, str]]],
+        index: int,
+        attempt: int | None,
+        received: int = 0,
     ) -> list[Claim]:
         """Every rank's claim, once all of them have theirs."""
         answers = [await task for task in asked]
@@ -185,7 +241,7 @@ class Learner(Process):
             if "exhausted" in refusals:
                 raise RefusedError("exhausted")
             again = {
-                rank: self._ask_rank(rank, self.version, index, attempt)
+                rank: self._begin(self._claim(rank, self.version, index, attempt, received))
                 for rank, (claim, _) in enumerate(answers)
                 if claim is None
             }

@@ -320,6 +320,7 @@ def claim(queue: QueueState, request: rq.ClaimRequest, context: Context) -> Repl
         "last": claimed.last,
         "so_far": claimed.so_far,
         "attempt": claimed.attempt,
+        "ahead": claimed.ahead,
         "share": len(claimed.ordinals),
     }
     return Reply(*groups_reply(stream.contents(claimed.ordinals[request.received :]), value))

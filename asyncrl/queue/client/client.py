@@ -356,6 +356,8 @@ class QueueClient:
         whole: bool,
         wait_s: float,
         attempt: int | None = None,
+        received: int = 0,
+        ahead: bool = False,
     ) -> Claim | None:
         """This rank's share of the `index`-th claim of `step`; None after wait_s. A repetition returns the same.
 
@@ -363,10 +365,13 @@ class QueueClient:
             whole: False: the groups that are ready now. True: the longest run of ready groups in ordinal order
                 within max_tokens a rank, once no group can be added to it.
             attempt: that of the step's earlier claims.
+            received: groups of the share that are here already: the reply brings the others.
+            ahead: the first claim of the step may come while the step before runs (`Claim.ahead`), once no group can
+                be added to it. Requested again with its attempt, it comes when the step runs.
 
         Raises:
             RefusedError: 'abandoned', the step has begun anew since, at index 0. This also happens if one of its
-                groups cannot be read: that one is DROPPED(corrupt).
+                groups cannot be read: that one is DROPPED(corrupt), unless the claim came ahead.
         """
         request = rq.ClaimRequest(
             stream=stream,
@@ -377,19 +382,24 @@ class QueueClient:
             max_tokens=max_tokens,
             whole=whole,
             attempt=attempt,
+            received=received,
+            ahead=ahead,
             wait_s=wait_s,
         )
         answer = await self._connection.request(request)
         if answer.value is None:
             return None
         value, got = answer.value, read_groups(answer.value, answer.frames)
-        while got.count < value["share"]:
-            got.add(await self._next_part(request, value["attempt"], got.count))
+        while received + got.count < value["share"]:
+            got.add(await self._next_part(request, value["attempt"], received + got.count))
+        if got.corrupt and value["ahead"]:
+            raise RefusedError("abandoned", f"step {step} will begin without {got.corrupt}")
         if got.corrupt:
             at = {"learner_epoch": learner_epoch, "step": step, "attempt": value["attempt"]}
             await self.abandon(stream, **at, dropped=list(got.corrupt), reason=CORRUPT)
             raise RefusedError("abandoned", f"step {step} begins anew without {got.corrupt}")
-        return Claim(got.groups, value["last"], value["so_far"], value["attempt"], got.stamps, got.workers)
+        about = (value["last"], value["so_far"], value["attempt"], value["ahead"])
+        return Claim(got.groups, *about, got.stamps, got.workers)
 
     async def _next_part(self, request: rq.ClaimRequest, attempt: int, count: int) -> Received:
         """Further groups of a claim whose first `count` groups are here."""

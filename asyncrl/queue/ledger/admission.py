@@ -2,7 +2,8 @@
 
     the bound   rank(o) < F(held + S + 1): see ledger.py
     the lead    rank(o) < groups trained + lead: no further ahead of the learner than its waiting requires
-    room        `depth` groups leased or ready; `max_bytes` of payload, with what leased groups are expected to weigh
+    room        `depth` groups leased, ready or claimed ahead; `max_bytes` of payload, with what leased groups are
+                expected to weigh
 
 A task that the learner may be waiting for is leased even if there is no room. Otherwise learner and generators could
 deadlock. Where such a task is leased for long and nothing else may start, it is leased to a second worker too.
@@ -86,6 +87,6 @@ def _waited_for(state: LedgerState, rank: int) -> bool:
 
 def _has_room(state: LedgerState) -> bool:
     assert state.settings is not None
-    if state.tasks.in_stock >= state.settings.depth:
+    if state.tasks.in_stock + state.steps.ahead >= state.settings.depth:
         return False
     return state.usage.live + state.reserved + state.usage.group <= state.settings.max_bytes

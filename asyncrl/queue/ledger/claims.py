@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
-from asyncrl.queue.ledger.events import StepClaimed
+from asyncrl.queue.ledger.events import ClaimedAhead, StepClaimed
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 
 Shares = tuple[tuple[int, ...], ...]
@@ -29,6 +29,22 @@ def next_claim(state: LedgerState, max_tokens: int, whole: bool) -> StepClaimed 
     return None if shares is None else StepClaimed(steps.version, index, shares, _completes(state, shares))
 
 
+def claim_ahead(state: LedgerState, max_tokens: int) -> ClaimedAhead | None:
+    """The first claim of the step after the running one, whose groups are all handed out. None: not yet, or only when
+    that step runs: while a group could still be added to it, or the stream ends."""
+    settings, tasks, steps = state.settings, state.tasks, state.steps
+    assert settings is not None
+    groups = settings.groups_per_version
+    if not steps.complete or state.exhausted:
+        return None
+    if len(tasks.ready) < groups and tasks.ready_tokens <= max_tokens * settings.learners:
+        return None  # it can still grow, without looking at every group
+    shares = _shared_out(state, ready_in_window(state, groups), groups, max_tokens, growing=False)
+    if shares is None:
+        return None
+    return ClaimedAhead(steps.version + 1, shares, last=sum(map(len, shares)) == groups)
+
+
 def _shares(state: LedgerState, max_tokens: int, whole: bool) -> Shares | None:
     settings, tasks, claimed = state.settings, state.tasks, state.steps.claimed
     assert settings is not None
@@ -40,13 +56,23 @@ def _shares(state: LedgerState, max_tokens: int, whole: bool) -> Shares | None:
     if whole and len(tasks.ready) < left and tasks.ready_tokens <= max_tokens and not state.exhausted:
         return None  # it can still grow, without looking at every group
     ordinals = ready_prefix(state, left) if whole else ready_in_window(state, left)
+    return _shared_out(state, ordinals, left, max_tokens, growing=not whole)
+
+
+def _shared_out(
+    state: LedgerState, ordinals: Sequence[int], left: int, max_tokens: int, growing: bool
+) -> Shares | None:
+    """Each rank's share of the first ones that fit. left: groups that the step lacks · growing: whether a claim may be
+    made to which a group could still be added"""
+    settings, tasks = state.settings, state.tasks
+    assert settings is not None
     loads = (
         GroupCost(task.tokens, settings.cost(task.tokens, task.squares))
         for task in map(tasks.records.__getitem__, ordinals)
     )
     homes = share_out(loads, settings.learners, max_tokens)
     grows = not _nothing_beyond(state, len(ordinals)) and len(homes) == len(ordinals) < left
-    if not homes or (whole and grows):
+    if not homes or (grows and not growing):
         return None
     shares: list[list[int]] = [[] for _ in range(settings.learners)]
     for ordinal, home in zip(ordinals, homes, strict=False):

@@ -195,6 +195,15 @@ class StepClaimed(NamedTuple):
     last: bool
 
 
+class ClaimedAhead(NamedTuple):
+    """The first claim of step `step`, the one after the running step, whose claims are all made. It is recorded: the
+    step will make this claim before any other."""
+
+    step: int
+    shares: tuple[tuple[int, ...], ...]
+    last: bool
+
+
 class StepTrained(NamedTuple):
     """The step's groups are TRAINED and version step + 1 is published."""
 
@@ -256,6 +265,7 @@ Event = (
     | StageReturned
     | StageCommitted
     | StepClaimed
+    | ClaimedAhead
     | StepTrained
     | StepRejected
     | StepAbandoned
@@ -264,5 +274,5 @@ Event = (
     | Collected
 )
 
-LATER = frozenset({"Hedged", "HedgeEnded", "Leases.hedged", "StreamSettings.hedge_s"})
+LATER = frozenset({"ClaimedAhead", "Hedged", "HedgeEnded", "Leases.hedged", "StreamSettings.hedge_s"})
 """Events, and fields with a default, that older journals lack. These are read all the same."""

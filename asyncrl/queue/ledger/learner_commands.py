@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
-from asyncrl.queue.ledger.claims import next_claim
+from asyncrl.queue.ledger.claims import claim_ahead, next_claim
 from asyncrl.queue.ledger.ledger import LOST, MAX_REASON, Ledger
 from asyncrl.queue.ledger.lookahead import next_lead
 from asyncrl.queue.ledger.state.tasks import CORRUPT
@@ -22,12 +22,14 @@ class Claimed(NamedTuple):
     """One rank's share of a claim. last: it completes the step. so_far: groups of the step up to here.
 
     attempt: goes with the step's further claims, which are refused if the step has begun anew since.
+    ahead: the step before still runs. The same claim must be requested again with `attempt` once the step runs.
     """
 
     ordinals: tuple[int, ...]
     last: bool
     so_far: int
     attempt: int = 0
+    ahead: bool = False
 
 
 def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
@@ -48,7 +50,7 @@ def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
     if step < steps.version:
         raise RefusedError("trained", f"step {step} is over, the stream is at step {steps.version}")
     if step > steps.version:
-        return None
+        return _claim_ahead(ledger, request) if request.ahead else None
     if index > len(steps.claims) or request.attempt not in (None, steps.attempt):
         raise RefusedError("abandoned", f"step {step} has begun anew, at claim 0")
     if index == len(steps.claims):
@@ -62,6 +64,23 @@ def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
         raise RefusedError("abandoned", f"groups of step {step} are lost, it has begun anew, at claim 0")
     later = sum(len(share) for each in steps.claims[index + 1 :] for share in each.shares)
     return Claimed(claimed.shares[rank], claimed.last, steps.claimed - later, steps.attempt)
+
+
+def _claim_ahead(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
+    """The rank's share of the first claim of the next step, if that is known; rank 0 makes it known."""
+    steps, step, rank = ledger.state.steps, request.step, request.rank
+    if step != steps.version + 1 or request.index > 0 or request.whole:
+        return None
+    if request.attempt not in (None, steps.attempt):
+        raise RefusedError("abandoned", f"step {steps.version} has begun anew, and with it step {step}")
+    if step not in steps.replay and rank == 0:
+        event = claim_ahead(ledger.state, request.max_tokens)
+        if event is not None:
+            ledger.apply(event)
+    if step not in steps.replay:
+        return None
+    first = steps.replay[step].claims[0]
+    return Claimed(first.shares[rank], first.last, sum(map(len, first.shares)), steps.attempt, ahead=True)
 
 
 def trained(ledger: Ledger, request: rq.TrainedRequest) -> Version:
@@ -80,7 +99,7 @@ def trained(ledger: Ledger, request: rq.TrainedRequest) -> Version:
         raise RefusedError(
             "incomplete", f"step {step} has {steps.claimed} of {settings.groups_per_version} groups"
         )
-    repeated = step in steps.replay
+    repeated = steps.replayed
     ledger.apply(ev.StepTrained(step))
     if request.waited is not None and state.lead is not None and not repeated:
         lead = next_lead(state.lead, request.waited, settings)

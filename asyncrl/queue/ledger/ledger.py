@@ -8,6 +8,8 @@
        │                  └──────────────▸ DROPPED(reason) ◂────┘                  drain, finish: DROPPED
        └──────── lost, or too old after a rewind ◂── READY, CLAIMED, RECORDED
 
+A claim ahead makes READY groups RECORDED for the step after the running one.
+
 Commands check a request and refuse it (RefusedError) or turn it into events; `apply` is the only thing that
 mutates. Times are seconds of whatever clock the caller passes as `now`.
 

@@ -69,7 +69,10 @@ def unclaim(state: LedgerState) -> list[int]:
 
 
 def unrecord(state: LedgerState) -> list[int]:
+    """Returns what was recorded for later steps, which will not be claimed so. A rank that has it ahead must not train
+    on it: the attempt is another one."""
     steps = state.steps
+    steps.attempt += 1
     later = [step for version, step in steps.replay.items() if version != steps.version]
     ordinals = sorted(ordinal for step in later for ordinal in step.ordinals())
     steps.replay = {version: step for version, step in steps.replay.items() if version == steps.version}

@@ -180,6 +180,16 @@ def _step_claimed(state: LedgerState, e: ev.StepClaimed) -> None:
     state.tasks.move_head()
 
 
+def _claimed_ahead(state: LedgerState, e: ev.ClaimedAhead) -> None:
+    claim = ev.StepClaimed(e.step, 0, e.shares, e.last)
+    state.steps.replay[e.step] = recorded = RetainedStep([claim], whole=False)
+    for ordinal in recorded.ordinals():
+        task = state.tasks.records[ordinal]
+        state.leave_ready(ordinal, task)
+        state.record(task)
+    state.tasks.move_head()
+
+
 def _step_trained(state: LedgerState, e: ev.StepTrained) -> None:
     steps, tasks = state.steps, state.tasks
     step = RetainedStep(steps.take_claims(), whole=True, before=steps.published[steps.version])
@@ -258,6 +268,7 @@ EFFECTS: dict[type, Callable[[LedgerState, Any], None]] = {
     ev.StageReturned: _stage_returned,
     ev.StageCommitted: _stage_committed,
     ev.StepClaimed: _step_claimed,
+    ev.ClaimedAhead: _claimed_ahead,
     ev.StepTrained: _step_trained,
     ev.StepRejected: _step_rejected,
     ev.StepAbandoned: _step_abandoned,

@@ -68,14 +68,15 @@ class Opened:
 class Claim:
     """This rank's groups of one claim. last: the step is complete. so_far: the step's groups so far.
 
-    attempt: goes with the step's further claims · stamps: of each group's columns · workers: that made the groups;
-    empty where that was before the broker started
+    attempt: goes with the step's further claims · ahead: the step before still runs · stamps: of each group's columns ·
+    workers: that made the groups; empty where that was before the broker started
     """
 
     groups: list[Group]
     last: bool
     so_far: int
     attempt: int = 0
+    ahead: bool = False
     stamps: Sequence[Stamps] = ()
     workers: Sequence[str] = ()
 

@@ -279,6 +279,7 @@ class ClaimRequest(StepRequest, frozen=True, kw_only=True):
              fits or can come; False: the groups that are ready now
     attempt  as in the replies to the step's earlier claims
     received groups of the share that earlier replies have brought: one reply may not have room for all
+    ahead    the first claim may come while the step before runs, once no group can be added to it
     """
 
     verb = "claim"
@@ -288,6 +289,7 @@ class ClaimRequest(StepRequest, frozen=True, kw_only=True):
     whole: bool
     attempt: int | None = None
     received: Annotated[int, Meta(ge=0)] = 0
+    ahead: bool = False
 
 
 class TrainedRequest(StepRequest, frozen=True, kw_only=True):

@@ -213,6 +213,69 @@ async def test_two_ranks_get_disjoint_shares_of_one_claim(queue: AnyQueue) -> No
     assert ordinals((await claim(learner, opened, step=0, rank=1)).groups) == [1, 2, 3]
 
 
+async def claim_early(
+    learner: QueueClient, opened: Opened, step: int, wait_s: float = WAIT_S, **about: Any
+) -> Claim | None:
+    """Of rank 0, two groups at most."""
+    request = {"learner_epoch": opened.learner_epoch, "step": step, "index": 0, "rank": 0}
+    tokens = 2 * len(group(tasks(0, 1)[0], 0).token_ids)
+    return await learner.claim("train", **request, max_tokens=tokens, whole=False, wait_s=wait_s, **about)
+
+
+async def begun_with_more(queue: AnyQueue, ready: int) -> tuple[QueueClient, QueueClient, Opened]:
+    """A learner whose step 0 is made of the first B of so many groups."""
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    opened = await learner.open("train", dataclasses.replace(TRAIN, max_staleness=2, depth=4 * B))
+    await learner.submit("train", tasks(0, 3 * B))
+    for one in (await lease(worker, 3 * B))[:ready]:
+        await worker.commit("train", one, group(one.task, 0))
+    assert ordinals((await claim(learner, opened, 0)).groups) == [0, 1, 2, 3]
+    return learner, worker, opened
+
+
+async def test_a_claim_comes_ahead_and_again_without_its_groups_once_the_step_runs(queue: AnyQueue) -> None:
+    learner, _, opened = await begun_with_more(queue, ready=B + 3)
+    early = await claim_early(learner, opened, 1, ahead=True)
+    assert early is not None
+    assert (ordinals(early.groups), early.ahead, early.last, early.so_far) == ([4, 5], True, False, 2)
+    waiting = asyncio.create_task(claim_early(learner, opened, 1, attempt=early.attempt, received=2))
+    await parked(queue, 1)
+    await learner.trained("train", learner_epoch=opened.learner_epoch, step=0)
+    again = await waiting
+    assert again is not None
+    assert (again.groups, again.ahead, again.last, again.so_far) == ([], False, False, 2)
+    assert (await learner.status())["streams"]["train"]["claimed"] == 2
+
+
+async def test_a_claim_to_which_a_group_could_be_added_does_not_come_ahead(queue: AnyQueue) -> None:
+    learner, _, opened = await begun_with_more(queue, ready=B + 2)
+    assert await claim_early(learner, opened, 1, wait_s=0.0, ahead=True) is None
+    waiting = asyncio.create_task(claim_early(learner, opened, 1, ahead=True))
+    await parked(queue, 1)
+    await learner.trained("train", learner_epoch=opened.learner_epoch, step=0)
+    claimed = await waiting
+    assert claimed is not None
+    assert (ordinals(claimed.groups), claimed.ahead) == ([4, 5], False)
+
+
+async def test_a_group_that_cannot_be_read_ahead_is_dropped_once_the_step_runs(queue: AnyQueue) -> None:
+    learner, worker = await queue.client("learner"), await queue.client("worker")
+    opened = await learner.open("train", dataclasses.replace(TRAIN, max_staleness=2, depth=4 * B))
+    await learner.submit("train", tasks(0, 3 * B))
+    for one in await lease(worker, 3 * B):
+        if one.task.ordinal == 5:
+            await commit_damaged(worker, one)
+        else:
+            await worker.commit("train", one, group(one.task, 0))
+    await claim(learner, opened, 0)
+    assert await refusal(claim_early(learner, opened, 1, ahead=True)) == "abandoned"
+    await learner.trained("train", learner_epoch=opened.learner_epoch, step=0)
+    assert await refusal(claim_early(learner, opened, 1, ahead=True)) == "abandoned"
+    claimed = await claim_early(learner, opened, 1, ahead=True)
+    assert claimed is not None
+    assert ordinals(claimed.groups) == [4, 6]
+
+
 async def test_large_groups_travel_column_by_column(queue: AnyQueue) -> None:
     learner, worker = await queue.client("learner"), await queue.client("worker")
     opened = await learner.open("train", TRAIN)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import RefusedError
 from asyncrl.queue.ledger import events as ev
+from asyncrl.queue.ledger.learner_commands import Claimed
 from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.protocol.settings import Frontier, StageSettings, StreamSettings
 from tests.helpers.queue.ledger_driver import DrivenLedger as Ledger
@@ -73,6 +74,8 @@ class Observer:
                 self.end(ordinal, "dropped")
             case ev.StepClaimed():
                 self.check_claim(event)
+            case ev.ClaimedAhead(step=step, shares=shares, last=last):
+                self.check_ahead(ev.StepClaimed(step, 0, shares, last))
             case ev.StepTrained(step=step):
                 self.end_all(of(self.claims), "trained")
                 self.steps[step], self.claims = self.claims, []
@@ -142,12 +145,24 @@ class Observer:
             assert event == recorded[event.number]
             self.claims.append(event)
             return
+        self.check_bounds(event)
+        self.claims.append(event)
+        assert len([*of(self.claims)]) <= self.stream.groups_per_version
+
+    def check_ahead(self, event: ev.StepClaimed) -> None:
+        """Of the step after one that has all its claims, and by the same bounds."""
+        assert self.claims[-1].last
+        assert event.step == self.claims[-1].step + 1
+        assert not self.record.get(event.step)
+        self.check_bounds(event)
+        assert event.last == (len([*of([event])]) == self.stream.groups_per_version)
+        self.record[event.step] = [event]
+
+    def check_bounds(self, event: ev.StepClaimed) -> None:
         taken = sorted(of([event]))
         for at, ordinal in enumerate(taken):
             assert event.step - self.start[ordinal] <= self.stream.max_staleness
             assert self.rank(ordinal) < self.rank(self.head(taken[:at])) + self.stream.window
-        self.claims.append(event)
-        assert len([*of(self.claims)]) <= self.stream.groups_per_version
 
 
 def of(claims: list[ev.StepClaimed]) -> Iterator[int]:
@@ -183,6 +198,7 @@ class Run(Observer):
         self.under: dict[int, int] = {}  # the version of the worker that has the task
         self.reused: dict[int, int] = {}  # the oldest version of what is kept of an unfinished task
         self.snapshots: list[Frontier] = []
+        self.aheads: dict[tuple[int, int], Claimed] = {}  # by step and rank, of this learner
         self.ledger.open(stream, None)
 
     def observe(self, event: ev.Event) -> None:
@@ -210,6 +226,7 @@ class Run(Observer):
         waited_for = max(stream.window, stream.groups_per_version if stream.max_staleness == 0 else 1)
         inside = self.rank(ordinal) < self.rank(self.head()) + waited_for
         assert state.tasks.in_stock <= stream.depth or (inside and self.disturbed)
+        assert state.tasks.in_stock + state.steps.ahead <= stream.depth or inside
         assert state.usage.live + state.reserved <= stream.max_bytes or inside
 
     def oldest(self, ordinal: int) -> int:
@@ -293,6 +310,23 @@ class Run(Observer):
             index = len(self.ledger.state.steps.claims)
             self.ledger.claim(self.learner, self.step, index, 0, MAX_TOKENS, n % 2 == 0)
 
+    def ahead(self, n: int) -> None:
+        """Some rank wants the first claim of the next step; rank 0 more often."""
+        rank = max(0, n % 6 - 3) % self.stream.learners
+        claimed = self.ledger.claim(self.learner, self.step + 1, 0, rank, MAX_TOKENS, False, ahead=True)
+        if claimed is not None:
+            self.aheads[self.step + 1, rank] = claimed
+
+    def confirm(self, n: int) -> None:
+        """A rank that got the step's first claim ahead wants to hear that it stands: it does, or is refused."""
+        rank = n % self.stream.learners
+        if (held := self.aheads.get((self.step, rank))) is None:
+            return
+        with may_refuse("abandoned"):
+            now = self.ledger.claim(self.learner, self.step, 0, rank, MAX_TOKENS, False, held.attempt)
+            assert now is not None
+            assert now == held._replace(ahead=False)
+
     def fetch(self, n: int) -> None:
         """Some rank asks for what it may have got already; if its bytes are lost, the step begins anew."""
         if self.claims:
@@ -331,6 +365,7 @@ class Run(Observer):
             at = n % len(self.snapshots)
             del self.snapshots[at + 1 :]
             self.ledger.open(self.stream, self.snapshots[at])
+            self.aheads.clear()
             for worker in self.workers:
                 worker.held = min(worker.held, self.step)
 
@@ -371,6 +406,7 @@ class Run(Observer):
 
 
 WORK = ("submit", "lease", "commit", "claim", "trained", "flip", "round", "stage_lease", "stage_commit")
+AHEAD = ("ahead", "confirm")
 FAULTS = ("drop", "give_back", "expire", "progress", "reject", "abandon", "stage_drop", "fetch")
 RETURNS = ("snapshot", "checkpointed", "rewind", "recover")
 
@@ -382,9 +418,12 @@ def schedules(draw: st.DrawFn, rare: tuple[str, ...] = ()) -> list[tuple[str, in
     Drawn from one seed: hypothesis would make long lists mostly of zeros.
     """
     rng = random.Random(draw(st.integers(0, 1 << 32)))
-    weights = [rng.choice((4, 8, 16)) for _ in WORK] + [rng.choice((0, 0, 1, 4)) for _ in FAULTS]
+    weights = [rng.choice((4, 8, 16)) for _ in WORK] + [rng.choice((0, 8)) for _ in AHEAD]
+    weights += [rng.choice((0, 0, 1, 4)) for _ in FAULTS]
     weights += [rng.choice((0, 1, 3)) for _ in rare]
-    return [(action, rng.randrange(12)) for action in rng.choices(WORK + FAULTS + rare, weights, k=400)]
+    return [
+        (action, rng.randrange(12)) for action in rng.choices(WORK + AHEAD + FAULTS + rare, weights, k=400)
+    ]
 
 
 STAGES = (

@@ -138,6 +138,12 @@ class LedgerState:
         if self.stages.by_name:
             self.stages.leave(ordinal, task)
 
+    def record(self, task: TaskRecord) -> None:
+        """A group is out of use until a recorded step claims it: its bytes are kept."""
+        task.state = State.RECORDED
+        self.steps.recorded += 1
+        self.usage.retain(task.nbytes)
+
     def use_again(self, task: TaskRecord) -> None:
         """A recorded group is back in use: its bytes count."""
         self.steps.recorded -= 1

@@ -86,7 +86,8 @@ class Steps:
     published  groups trained when each version was published, for the versions that still matter
     claims     of the running step, by index; `claimed` groups in all
     attempt    how often claims of this stream were taken back
-    replay     the steps to be claimed as they were recorded, the running one among them; `recorded` groups to come
+    replay     the steps to be claimed as they were recorded, the running one among them, or the next one, whose first
+               claim was made ahead; `recorded` groups to come
     """
 
     version: Version = 0
@@ -108,6 +109,12 @@ class Steps:
         """Whether the running step is a recorded one and has been claimed as it was."""
         step = self.replay.get(self.version)
         return step is not None and step.whole and len(self.claims) == len(step.claims)
+
+    @property
+    def ahead(self) -> int:
+        """Groups that were claimed ahead for the next step."""
+        following = self.replay.get(self.version + 1)
+        return 0 if following is None or following.whole else following.size
 
     @property
     def complete(self) -> bool:

@@ -31,7 +31,9 @@ class State(enum.Enum):
     LEASED = "leased"
     READY = "ready"  # committed, maybe without all the columns that a claim needs
     CLAIMED = "claimed"
-    RECORDED = "recorded"  # trained on a branch that a rewind left; the same step claims it again
+    RECORDED = (
+        "recorded"  # trained on a branch that a rewind left, or claimed ahead; its step claims it as it was
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from ledger_cases import holding
@@ -27,10 +28,10 @@ def opened(
     max_bytes: int = 1 << 30,
     learners: int = 1,
     tasks: int = 50,
-    retain: bool = True,
+    **settings_: Any,
 ) -> Ledger:
     ledger = Ledger()
-    settings = StreamSettings(groups, staleness, window, depth, max_bytes, 10.0, learners, retain=retain)
+    settings = StreamSettings(groups, staleness, window, depth, max_bytes, 10.0, learners, **settings_)
     ledger.open(settings, None)
     ledger.submit(0, tasks)
     return ledger
@@ -60,6 +61,114 @@ def train(ledger: Ledger, step: int) -> tuple[int, ...]:
     assert claimed is not None
     ledger.trained(LEARNER, step)
     return claimed.ordinals
+
+
+# ---------------------------------------------------------------------- claims ahead
+
+
+def ahead(ledger: Ledger, step: int, rank: int = 0, attempt: int | None = None) -> Any:
+    return ledger.claim(LEARNER, step, 0, rank, 100, False, attempt, ahead=True)
+
+
+def with_ready(count: int, **options: Any) -> Ledger:
+    """B = 2, all groups of version 0."""
+    ledger = opened(staleness=4, tasks=count, **options)
+    commit(ledger, *lease(ledger, held=0, most=count))
+    return ledger
+
+
+def test_a_claim_comes_ahead_once_the_running_step_has_all_its_groups() -> None:
+    ledger = with_ready(4)
+    assert ahead(ledger, 1) is None
+    claim(ledger, 0)
+    assert ahead(ledger, 2) is None
+    early = ahead(ledger, 1)
+    assert (early.ordinals, early.last, early.so_far, early.ahead) == ((2, 3), True, 2, True)
+    assert ahead(ledger, 1) == early
+    counts = ledger.counts(0.0)
+    assert (counts["ready"], counts["claimed"], counts["recorded"]) == (0, 2, 2)
+    ledger.trained(LEARNER, 0)
+    assert ledger.claim(LEARNER, 1, 0, 0, 100, False, early.attempt) == early._replace(ahead=False)
+    ledger.trained(LEARNER, 1)
+    assert ledger.counts(0.0)["trained"] == 4
+
+
+def test_no_claim_comes_ahead_while_a_group_could_be_added_or_the_stream_ends() -> None:
+    for count, exhausted in ((3, False), (4, True)):
+        ledger = with_ready(count)
+        if exhausted:
+            ledger.exhaust(count)
+        claim(ledger, 0)
+        assert ahead(ledger, 1) is None
+
+
+def test_no_claim_comes_ahead_whose_groups_the_window_keeps_back() -> None:
+    """B = 4, W = 3: groups 5 to 8 are ready, and 5 and 6 may be taken before 4. A claim of these two could grow."""
+    ledger = opened(groups=4, staleness=4, window=3, tasks=9)
+    grants = lease(ledger, held=0)
+    commit(ledger, *(grant for grant in grants if grant.ordinal != 4))
+    claim(ledger, 0)
+    assert ahead(ledger, 1) is None
+    commit(ledger, grants[4])
+    assert ahead(ledger, 1).ordinals == (4, 5, 6, 7)
+
+
+def test_rank_0_fixes_the_shares_of_a_claim_ahead() -> None:
+    ledger = with_ready(8, groups=4, learners=2)
+    for rank in (0, 1):
+        claim(ledger, 0, rank=rank)
+    assert ahead(ledger, 1, rank=1) is None
+    first = ahead(ledger, 1).ordinals
+    second = ahead(ledger, 1, rank=1).ordinals
+    assert sorted((*first, *second)) == [4, 5, 6, 7]
+    assert len(first) == 2
+
+
+def test_what_was_claimed_ahead_comes_back_where_the_running_step_begins_anew() -> None:
+    ledger = with_ready(5)
+    claim(ledger, 0)
+    early = ahead(ledger, 1)
+    ledger.abandon(LEARNER, 0, 0, [0], "corrupt")
+    with refused("abandoned"):
+        ahead(ledger, 1, attempt=early.attempt)
+    assert claim(ledger, 0).ordinals == (1, 2)
+    ledger.trained(LEARNER, 0)
+    with refused("abandoned"):
+        ledger.claim(LEARNER, 1, 0, 0, 100, False, early.attempt)
+    assert claim(ledger, 1).ordinals == (3, 4)
+
+
+def test_a_claim_ahead_with_a_lost_group_does_not_stand() -> None:
+    """The broker comes back without the bytes of group 2. The learner, which has them, must not train on them: the
+    group is made again."""
+    ledger = with_ready(5, window=3)
+    claim(ledger, 0)
+    early = ahead(ledger, 1)
+    ledger.recover(0.0, [2])
+    ledger.trained(LEARNER, 0)
+    with refused("abandoned"):
+        ledger.claim(LEARNER, 1, 0, 0, 100, False, early.attempt)
+    assert claim(ledger, 1).ordinals == (3, 4)
+
+
+def test_a_step_that_began_with_a_claim_ahead_moves_the_lead_as_any() -> None:
+    ledger = with_ready(6, wait_share=0.1)
+    claim(ledger, 0)
+    assert ahead(ledger, 1) is not None
+    ledger.trained(LEARNER, 0, 0.0)
+    claim(ledger, 1)
+    before = ledger.counts(0.0)["lead"]
+    ledger.trained(LEARNER, 1, 0.9)
+    assert ledger.counts(0.0)["lead"] > before
+
+
+def test_groups_that_are_claimed_ahead_keep_their_room() -> None:
+    """B = 2, depth 4: two are claimed ahead, and two more may be leased."""
+    ledger = opened(staleness=4, depth=4, tasks=8)
+    commit(ledger, *lease(ledger, held=0, most=4))
+    claim(ledger, 0)
+    assert ahead(ledger, 1) is not None
+    assert ordinals(lease(ledger, held=0, most=8)) == [4, 5]
 
 
 # ---------------------------------------------------------------------- admission

@@ -28,7 +28,7 @@ def test_no_schedule_breaks_the_bound_or_starves_the_learner(
     assert {"trained": counts["trained"], "dropped": counts["dropped"]} == {
         how: Counter(run.ends.values())[how] for how in ("trained", "dropped")
     }
-    states = ("pending", "leased", "ready", "lacking_columns", "claimed")
+    states = ("pending", "leased", "ready", "lacking_columns", "claimed", "recorded")
     assert sum(counts[state] for state in states) + len(run.ends) == run.known
     run.ledger.finish("done")
     counts = run.ledger.counts(run.now)
