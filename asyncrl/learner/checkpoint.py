@@ -225,9 +225,13 @@ class Checkpoints:
         self._newest = saved  # saved, or being saved
         self._under_way: _UnderWay | None = None
 
+    def is_due(self, version: Version) -> bool:
+        """Whether it is a `checkpoint.every`-th version."""
+        return version % self._settings.every == 0
+
     def save_if_due(self, version: Version, coefficients: Mapping[str, float]) -> None:
-        """`save`, at every `checkpoint.every`-th version."""
-        if version % self._settings.every == 0:
+        """`save`, if the version is due."""
+        if self.is_due(version):
             self.save(version, coefficients)
 
     def save(self, version: Version, coefficients: Mapping[str, float]) -> None:

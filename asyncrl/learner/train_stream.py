@@ -1,16 +1,20 @@
 """The train stream of one learner rank: the groups of each step, as they arrive, and reports about the step.
 
-    trainer thread      ─ claim 0 ─┬─ compute 0 ──┬─ claim 1 ready? ─┬─ compute 1 ── …  until the `last` one
-                                   │              │                  │
-    claims thread                  └─▸ claim 1 ───┘                  └─▸ claim 2
-                                        waits in the broker until a group is ready, then its groups are checked
+    trainer thread      ─ claim 0 ─┬─ compute 0 ──┬─ claim 1 there? ─┬─ compute 1, the last ─┬─ publish ─┬─ compute 0 ─
+                                   │              │                  │                       │           │
+    claims thread                  └─▸ claim 1 ───┘                  └─▸ claim 0, ahead ───────────────▸ └─▸ again
+                                        waits in the broker until a group is ready;          │
+                                        its groups are checked and packed                    │
+    reports thread                                                                           └─▸ report of the step
 
-The trainer waits for the slower of compute and claim. Each rank requests the first claim of the next step once it has
-published its version, rank 0 once its report of the step is answered: both in the claims thread, while the ranks
-exchange readings, the probes are computed and the version is recorded. The ranks exchange whether they have their claim
-and whether a stop was requested, and take the claim once every rank has it. If the queue has restarted the step
-meanwhile (groups of it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a
-rank finds a fault (`checks/group_check.py`).
+The trainer waits for the slower of compute and claim. The ranks exchange whether they have their claim and whether a
+stop was requested, and take the claim once every rank has it. If the queue has restarted the step meanwhile (groups of
+it were lost, or one cannot be read), all ranks begin it anew. So they do without groups in which a rank finds a fault
+(`checks/group_check.py`).
+
+A step's first claim may come ahead, while the step before is computed, where a full claim is ready for each rank. The
+step then begins before the report of the step before is answered. Behind that report the claim is requested again,
+without its groups, and the queue counts them as claimed; a claim that does not stand any more restarts the step.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from asyncrl.config.schema import Config
@@ -29,6 +36,7 @@ from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedErr
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.checks.group_check import CORRUPT, Fault, GroupCheck
+from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.group_wait import GroupWait
 from asyncrl.learner.training import requirements
 from asyncrl.queue.client.client import BlockingClient
@@ -42,6 +50,9 @@ log = logging.getLogger(__name__)
 
 PARK_S = 0.5
 """Longest wait of one request: how soon a requested stop is noticed while nothing arrives."""
+
+MOST_GROUPS = 1 << 31
+"""More than a claim has: none of its groups are sent again."""
 
 STOPPED = StoppedError.ended
 """Why the loop was left: a stop was requested."""
@@ -60,10 +71,11 @@ class Reported(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A claim, if there is one yet, and the faults of its groups."""
+    """A claim, if there is one yet, the faults of its groups, and these groups packed, if they have none."""
 
-    claim: Claim | None
-    faults: list[Fault]
+    claim: Claim | None = None
+    faults: Sequence[Fault] = ()
+    batch: MicroBatch | None = None
 
 
 class LeaveLoop(Exception):  # noqa: N818  (a decision, not a failure)
@@ -128,12 +140,19 @@ class TrainStream:
         self._deadline_s = config.learner.groups_deadline_s
         self._versions = config.run.versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
+        self._reports = ThreadPoolExecutor(1, thread_name_prefix="reports")
+        self._report_under_way: Future[Reported] | None = None  # of rank 0
         self._attempt = 0  # of the step whose claims came last
-        # A step, and the request of its first claim.
-        self._ahead: tuple[int, Future[Checked]] | None = None
+        self._following: Callable[[], None] | None = None  # requests what follows the claim that was yielded
+        # The requests of that claim once more, and of the one behind it.
+        self._again: Future[Checked] = Future()
+        self._next: Future[Checked] = Future()
+        # A step whose first claim is wanted while the step before is computed, and the request.
+        self._next_step = -1
+        self._ahead: Future[Checked] | None = None
 
-    def step(self, step: int) -> Iterator[list[Group]]:
-        """This rank's groups of a step, one list per claim (empty if only other ranks have some).
+    def step(self, step: int) -> Iterator[tuple[list[Group], MicroBatch | None]]:
+        """This rank's groups of a step, one list per claim, and the same packed (none if only other ranks have some).
 
         Raises:
             LeaveLoop: A stop was requested, or the task source has ended.
@@ -150,35 +169,46 @@ class TrainStream:
                 f"a group for version {step + 1} from the generators", self._deadline_s
             )
             with self._spans("wait/groups"), waiting:
-                claim = self._agreed(request, step, index, attempt)
-            last, index, attempt = claim.last, index + 1, claim.attempt
+                claim, batch = self._agreed(request, step, index, attempt)
+            last, attempt = claim.last, claim.attempt
             self._attempt = attempt
             _trace_claim(claim, step)
-            if not last:
-                request = self._request(step, index, attempt)
-            yield claim.groups
+            self._following = partial(self._request_following, claim, step, index)
+            yield claim.groups, batch
+            self.go_on()
+            if claim.ahead:
+                with self._spans("wait/queue"):
+                    self._agreed(self._again, step, 0, attempt, received=len(claim.groups))
+            request, index = self._next, index + 1
+
+    def go_on(self) -> None:
+        """Request what follows the claim that `step` has yielded last, once: best as its computation begins, since the
+        claims thread then takes no time from the trainer's."""
+        following, self._following = self._following, None
+        if following is not None:
+            following()
+
+    def _request_following(self, claim: Claim, step: int, index: int) -> None:
+        if claim.ahead:
+            self._again = self._request(step, 0, claim.attempt, received=len(claim.groups))
+        if not claim.last:
+            self._next = self._request(step, index + 1, claim.attempt)
+        elif step + 1 < self._versions:
+            self._request_ahead(step + 1)
 
     def report(self, step: int) -> Future[Reported] | None:
-        """Begin to report a step as trained, which moves admission on, and then to request the next one's first claim.
-        Returns the report of rank 0."""
-        report: Future[Reported] | None = None
-        if self._backend.rank == 0:
-            report = self._thread.submit(self._report, step, self._spans.share("wait/groups"))
-        if step + 1 < self._versions:  # on other ranks it may wait in the queue for the report of rank 0
-            self._ahead = step + 1, self._thread.submit(self._claim_behind, report, step + 1)
-        return report
+        """Begin to report a step as trained, which moves admission on. Returns the report of rank 0."""
+        if self._backend.rank != 0:
+            return None
+        waited = self._spans.share("wait/groups")
+        self._report_under_way = self._reports.submit(self._report, step, waited)
+        return self._report_under_way
 
     def _report(self, step: int, waited: float) -> Reported:
-        """In the claims thread."""
+        """In the reports thread."""
         began = time.monotonic()
         counts = self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited)
         return Reported(counts, time.monotonic() - began)
-
-    def _claim_behind(self, report: Future[Reported] | None, step: int) -> Checked:
-        """In the claims thread, which has made the report before. If that failed, no claim is sent."""
-        if report is not None:
-            report.result()
-        return self._claim(step, 0, None)
 
     def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
         """Collective: restart a step without these groups, which are not finite. Others replace them."""
@@ -186,6 +216,7 @@ class TrainStream:
 
     def _restart_without(self, step: int, attempt: int, ordinals: Sequence[int], reason: str) -> None:
         if self._backend.rank == 0:
+            self._make_first_claim(step, attempt)
             self._client.abandon(
                 TRAIN,
                 learner_epoch=self._learner_epoch,
@@ -195,6 +226,13 @@ class TrainStream:
                 reason=reason,
             )
         self._backend.exchange(None)  # no rank claims before the queue has restarted the step
+
+    def _make_first_claim(self, step: int, attempt: int) -> None:
+        """The queue may still be at the step before, if the claim came ahead."""
+        if self._report_under_way is not None:
+            self._report_under_way.result()
+        with suppress(RefusedError):  # it has begun anew: to abandon the attempt changes nothing
+            self._claim(step, 0, attempt, received=MOST_GROUPS)
 
     def reject(self, step: int) -> None:
         """Collective: drop all groups of a step, which is not finite. Others replace them."""
@@ -225,18 +263,32 @@ class TrainStream:
         return counts
 
     def close(self) -> None:
+        self._next_step = -1
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._reports.shutdown(wait=True)
+
+    def _request_ahead(self, step: int) -> None:
+        self._next_step = step
+        self._ahead = self._thread.submit(self._claim_ahead, step)
+
+    def _claim_ahead(self, step: int) -> Checked:
+        """In the claims thread: the first claim of the next step; without one if the trainer comes before it."""
+        checked = self._claim(step, 0, None)
+        while checked.claim is None and self._next_step == step and not self._stop.is_set():
+            checked = self._claim(step, 0, None)
+        return checked
 
     def _first_request(self, step: int) -> Future[Checked]:
-        """The request that `report` has made, once, if it was for this step."""
-        ahead, self._ahead = self._ahead, None
-        return ahead[1] if ahead is not None and ahead[0] == step else self._request(step, 0, None)
+        """The request that `_request_ahead` has made, once, if it was for this step."""
+        ahead, self._ahead = self._ahead if self._next_step == step else None, None
+        self._next_step = -1
+        return self._request(step, 0, None) if ahead is None else ahead
 
-    def _request(self, step: int, index: int, attempt: int | None) -> Future[Checked]:
-        return self._thread.submit(self._claim, step, index, attempt)
+    def _request(self, step: int, index: int, attempt: int | None, received: int = 0) -> Future[Checked]:
+        return self._thread.submit(self._claim, step, index, attempt, received)
 
-    def _claim(self, step: int, index: int, attempt: int | None) -> Checked:
-        """In the claims thread."""
+    def _claim(self, step: int, index: int, attempt: int | None, received: int = 0) -> Checked:
+        """In the claims thread. attempt: none for a step's first claim, which may then come ahead."""
         claim = self._client.claim(
             TRAIN,
             learner_epoch=self._learner_epoch,
@@ -247,23 +299,31 @@ class TrainStream:
             whole=self._in_order,
             wait_s=PARK_S,
             attempt=attempt,
+            received=received,
+            ahead=attempt is None,
         )
-        return Checked(claim, [] if claim is None else self._faults(claim, step))
+        if claim is None:
+            return Checked()
+        faults = self._faults(claim, step)
+        return Checked(claim, faults, MicroBatch.of(claim.groups) if claim.groups and not faults else None)
 
-    def _agreed(self, request: Future[Checked], step: int, index: int, attempt: int | None) -> Claim:
-        """The claim, once every rank has its own. A repeated request gets the same claim."""
+    def _agreed(
+        self, request: Future[Checked], step: int, index: int, attempt: int | None, received: int = 0
+    ) -> tuple[Claim, MicroBatch | None]:
+        """The claim, once every rank has its own, and its groups packed. A repeated request gets the same claim. It
+        came ahead if that of any rank did."""
         wait = GroupWait(self._deadline_s, self._client.status, time.monotonic())
-        (claim, faults), refusal = self._result(request)
+        (claim, faults, batch), refusal = self._result(request)
         while True:
             late = claim is None and wait.is_over(time.monotonic())
-            claimed = None if claim is None else claim.attempt
-            every = self._backend.exchange([claimed, self._stop.is_set(), refusal, late, faults])
-            attempts, stop, refusals, too_late, found = zip(*every, strict=True)
+            claimed, ahead = (None, False) if claim is None else (claim.attempt, claim.ahead)
+            every = self._backend.exchange([claimed, ahead, self._stop.is_set(), refusal, late, faults])
+            attempts, aheads, stop, refusals, too_late, found = zip(*every, strict=True)
             if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
                 raise StepRestarted
             if claim is not None and None not in attempts:
                 self._refuse(step, claim, {Fault(*fault) for theirs in found for fault in theirs})
-                return claim
+                return replace(claim, ahead=any(aheads)), batch
             if "exhausted" in refusals:
                 log.info("the task source has ended")
                 raise LeaveLoop("exhausted")
@@ -276,7 +336,8 @@ class TrainStream:
                 raise NoGroups(who, "the generators", what, waited_s, self._task_counts())
             self._idle()
             if claim is None:
-                (claim, faults), refusal = self._result(self._request(step, index, attempt))
+                repeated = self._request(step, index, attempt, received)
+                (claim, faults, batch), refusal = self._result(repeated)
 
     def _result(self, request: Future[Checked]) -> tuple[Checked, str]:
         """(the claim if there is one, why there will be none)."""
@@ -286,7 +347,7 @@ class TrainStream:
         except RefusedError as refusal:
             if refusal.reason not in ("exhausted", "abandoned"):
                 raise
-            return Checked(None, []), refusal.reason
+            return Checked(), refusal.reason
 
     def _faults(self, claim: Claim, step: int) -> list[Fault]:
         """The faults of this rank's groups."""

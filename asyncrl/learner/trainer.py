@@ -6,10 +6,11 @@
        │  groups of step k         ◂── queue          │  waits for generators, groups_deadline_s at most
        │     forward, backward, as they arrive,       │  works while the next claim is on its way
        │     or once all are in   (version_step.py)   │
+       │     metrics row of version k                 │  behind the first claim's passes, or before a checkpoint
        │  optimizer steps          ── all ranks ──    │  waits for the slowest rank
        │  publish version k+1      ──▸ weight stream  │  waits for a copy of its shards, never for a generator
        │  report step k            ──▸ queue          │  admission moves on: generators may lease again
-       │  evaluation, checkpoint, metrics row         │  polls evaluations, waits for the disk
+       │  evaluation, checkpoint                      │  polls evaluations, waits for the disk
        └──────────────────────┬───────────────────────┘
                               │ last version · target reached · no more tasks · stop requested
         last evaluation, checkpoint, export, summary, finish
@@ -22,8 +23,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.config.schema import Config, LearnerConfig
 from asyncrl.device.turns import DeviceTurn
@@ -43,6 +46,7 @@ from asyncrl.learner.train_stream import (
     GroupsRefused,
     LeaveLoop,
     NoGroups,
+    Reported,
     StepRestarted,
     TrainStream,
 )
@@ -64,6 +68,20 @@ MAX_BAD_BATCHES = 3
 
 MAX_REFUSED = 100
 """Claims of one version whose groups have faults, after which the run ends: all generators make such groups then."""
+
+
+class UnwrittenRow(NamedTuple):
+    """The metrics row of a version, until the report of its step is answered.
+
+    values: so far · spans: seconds of the version · rollouts, logprobs: for the rollout log
+    """
+
+    version: Version
+    report: Future[Reported]
+    values: Mapping[str, float]
+    spans: Mapping[str, float]
+    rollouts: Sequence[Group]
+    logprobs: Sequence[Array]
 
 
 @dataclass
@@ -94,6 +112,7 @@ class Trainer:
     spans: Spans
     stop: threading.Event
     turn: DeviceTurn
+    row: UnwrittenRow | None = None
 
     def run(self) -> None:
         """Train to the last version, the target accuracy, or the requested stop.
@@ -152,26 +171,29 @@ class Trainer:
         else:
             self._publish(report, some if logged else [], logprobs)
             self.evaluations.start_if_due(self.version)
+            if self.checkpoints.is_due(self.version):
+                self._write_row()  # its step must be trained, for the queue too
             self.checkpoints.save_if_due(self.version, self._coefficients())
         return ""
 
     def _take_groups(self) -> list[Group]:
         """Hand the step's groups to the version step as they arrive. Returns some of them, for the rollout log."""
         some: list[Group] = []
-        self.kept_groups.begin(self.version + 1)
+        _before = self.kept_groups.begin(self.version + 1)
         self.decisions.begin()
-        for groups in self.stream.step(self.version):
+        for groups, packed in self.stream.step(self.version):
             self._hold_device()
             self.kept_groups.add(groups)
             self.decisions.add(groups)
-            self.version_step.add(groups, self.version)
+            self.version_step.add(groups, self.version, packed, begun=self.stream.go_on)
+            self._write_row()
             some += groups[: GROUPS - len(some)]
         if requirements.whole_batch(self.config) and (reason := self._agreed_reason_to_leave()):
             raise LeaveLoop(reason)  # nearly all work of this version is still to come
         return some
 
     def _publish(self, report: VersionReport, rollouts: list[Group], logprobs: list[Array]) -> None:
-        """Publish version k + 1, report step k as trained, write the metrics row."""
+        """Publish version k + 1, and begin to report step k as trained."""
         with self.spans("wait/publish"):
             self.publication.publish(self.version + 1)
         tracing.event("published", version=self.version + 1)
@@ -180,20 +202,22 @@ class Trainer:
             readings = self.backend.exchange(self.records.utilization.reading())
         self.version += 1
         self.publication.note_probes(self.version)
-        left_out = self.failures.version_trained()
+        values = {**report.values, "train/groups_not_finite": self.failures.version_trained()}
         if report_of_step is not None:
-            with self.spans("wait/queue"):
-                trained, report_s = report_of_step.result()
             spans = self.spans.take()
-            values = {
-                **report.values,
-                **self.publication.values(trained.stats),
-                **self.records.utilization.values(report.values, spans, readings),
-                "train/groups_not_finite": left_out,
-                "queue/report_ms": 1e3 * report_s,
-            }
-            self.status.figures = self.records.write_version(self.version, trained, values, spans)
-            self.records.write_rollouts(self.version, rollouts, logprobs)
+            values |= self.records.utilization.values(report.values, spans, readings)
+            self.row = UnwrittenRow(self.version, report_of_step, values, spans, rollouts, logprobs)
+
+    def _write_row(self) -> None:
+        """Write the metrics row of the version that was published last, if it is not written yet."""
+        row, self.row = self.row, None
+        if row is None:
+            return
+        with self.spans("wait/queue"):
+            trained, report_s = row.report.result()
+        values = {**row.values, **self.publication.values(trained.stats), "queue/report_ms": 1e3 * report_s}
+        self.status.figures = self.records.write_version(row.version, trained, values, row.spans)
+        self.records.write_rollouts(row.version, row.rollouts, row.logprobs)
 
     def _agreed_reason_to_leave(self) -> str:
         """Why all ranks leave the loop now; empty to go on. A checkpoint that all have written is completed."""
@@ -225,6 +249,7 @@ class Trainer:
             self.turn.hold()
 
     def _checkpoint(self) -> None:
+        self._write_row()
         self._hold_device()
         self.checkpoints.save(self.version, self._coefficients())
         self.checkpoints.finish()

@@ -30,9 +30,9 @@ def load(config: Config, models: Collection[str]) -> FsdpBackend:
 class TimedPolicy:
     """A `Policy` whose log-probs are the recorded ones. Losses are computed; their gradient is dropped.
 
-    A pass takes its time of this thread, as on a CPU; or, if `Times.queued`, of a device that works off what it is
-    given, as a GPU does: then this thread waits for it where a learner on a GPU waits, for the gradient's norm and for
-    the weights after a step.
+    A pass takes its time, its loss included, of this thread, as on a CPU; or, if `Times.queued`, of a device that works
+    off what it is given, as a GPU does: then this thread waits for it where a learner on a GPU waits, for the
+    gradient's norm and for the weights after a step.
     """
 
     def __init__(self, policy: ShardedModel, times: Times) -> None:
@@ -46,14 +46,14 @@ class TimedPolicy:
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         for batch in batches:
+            self._begin(self._times.train_token_s * int(batch.loss_mask_N.sum()))
             logprobs = batch.behaviour_N.clone().requires_grad_()
             loss(batch, logprobs, torch.zeros_like(logprobs)).backward()
-            self._work(self._times.train_token_s * int(batch.loss_mask_N.sum()))
+            if not self._times.queued:
+                self._wait()
 
-    def _work(self, seconds: float) -> None:
+    def _begin(self, seconds: float) -> None:
         self._done_at = max(self._done_at, time.monotonic()) + seconds
-        if not self._times.queued:
-            self._wait()
 
     def _wait(self) -> None:
         time.sleep(max(0.0, self._done_at - time.monotonic()))
@@ -63,7 +63,7 @@ class TimedPolicy:
         return scale
 
     def optimizer_step(self, scale: float, lr: float) -> float:
-        self._work(self._times.step_s)
+        self._begin(self._times.step_s)
         self._wait()
         return scale
 

@@ -191,7 +191,9 @@ class MicroBatch:
         return dataclasses.replace(self, columns={**self.columns, **columns_N})
 
     def select(self, rollouts: Sequence[int]) -> MicroBatch:
-        """Only these rollouts, in this order, as a micro-batch of their own."""
+        """Only these rollouts, in this order, as a micro-batch of their own; itself if these are all in their order."""
+        if list(rollouts) == list(range(self.rollouts)):
+            return self
         picked_R = torch.as_tensor(rollouts, dtype=torch.int64)
         token_N = self.tokens_of(rollouts)
         seq_N, _ = numbered(np.asarray(self.lengths_R, np.int64)[np.asarray(rollouts)])

@@ -128,11 +128,11 @@ def bins(batch: MicroBatch, rollouts: Sequence[int], max_tokens: int, share: boo
     share: whether a forward computes repeated prompts once; rollouts with one in common then stay together if that
     saves much.
     """
+    lengths = [batch.lengths_R[r] for r in rollouts]
+    if 0 < sum(lengths) <= max_tokens:
+        return [list(rollouts)]
     items = worthwhile_needs(batch, rollouts) if share else None
-    if items:
-        filled = fit_shared(items, max_tokens)
-    else:
-        filled = first_fit([batch.lengths_R[r] for r in rollouts], max_tokens)
+    filled = fit_shared(items, max_tokens) if items else first_fit(lengths, max_tokens)
     return [[rollouts[i] for i in chosen] for chosen in filled]
 
 
@@ -147,14 +147,15 @@ def pack_micro_batches(
     """The `bins` as micro-batches; spread over `passes` of them, alike in cost, where that many are run anyway. A
     rollout costs its tokens, and the square of its length over `even_tokens` for attention. Where prompts are shared,
     tokens alone count."""
-    items = worthwhile_needs(batch, rollouts) if share else None
     lengths = [batch.lengths_R[r] for r in rollouts]
     filled: list[list[int]] | None = None
-    if passes and items:
-        filled = level_shared(items, max_tokens, passes)
-    elif passes and lengths:
+    if passes > 1:
         costs = [length * (1 + length / even_tokens) for length in lengths]
-        filled = level(lengths, costs, max_tokens, passes)
+        items = worthwhile_needs(batch, rollouts) if share else None
+        if items:
+            filled = level_shared(items, max_tokens, passes)
+        else:
+            filled = level(lengths, costs, max_tokens, passes)
     if filled is None:
         return [batch.select(some) for some in bins(batch, rollouts, max_tokens, share)]
     return [batch.select([rollouts[i] for i in chosen]) for chosen in filled]

@@ -188,6 +188,13 @@ def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: V
     return metrics
 
 
+def ready_metrics(batch: MicroBatch) -> Metrics:
+    """Metrics of a batch that is ready to train on."""
+    metrics = Metrics()
+    metrics.merge([advantage_metrics(batch), value_metrics(batch)])
+    return metrics
+
+
 def advantage_metrics(batch: MicroBatch) -> Metrics:
     """rollout/flat_group_fraction: groups in which no token has an advantage."""
     metrics, moving = Metrics(), len({*batch.group_R[moving_rollouts(batch)].tolist()})

@@ -34,11 +34,13 @@ class KeptGroups:
         self._groups: list[Group] = []
         self._all = False
 
-    def begin(self, version: Version) -> None:
-        """version: that the groups to come will publish"""
-        self._groups.clear()
+    def begin(self, version: Version) -> list[Group]:
+        """version: that the groups to come will publish. Returns those of the version before, for the caller to hold
+        until a device computes: it takes time to free them."""
+        before, self._groups = self._groups, []
         self._folder = folder_of(self._run_folder, version)
         self._all = self._every > 0 and version % self._every == 0
+        return before
 
     def add(self, groups: Sequence[Group]) -> None:
         """Take the groups of one claim."""

@@ -34,7 +34,14 @@ from asyncrl.learner.data.shared_prompts import repeated_lengths
 from asyncrl.learner.models.networks import blueprint, counts_prompts_once
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
-from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective
+from asyncrl.learner.training.passes import (
+    Begun,
+    Inspect,
+    LearningModel,
+    LocalModel,
+    Objective,
+    unnoticed,
+)
 from asyncrl.learner.training.requirements import first_policy_version, norm_tokens, steps_per_version
 from asyncrl.telemetry.metrics import Metrics, Sum
 from asyncrl.telemetry.spans import Spans
@@ -128,7 +135,9 @@ class Accumulator:
         self._bad = set[int]()
         self._metrics = Metrics()
 
-    def add(self, batch: MicroBatch | None, version: Version, number: int = 0) -> None:
+    def add(
+        self, batch: MicroBatch | None, version: Version, number: int = 0, begun: Begun = unnoticed
+    ) -> None:
         """Add the gradient of a batch, None where this rank has no groups. Raises NonFiniteGroups as `step`, for
         batches added before this one."""
         learning = self._learning(version)
@@ -145,6 +154,8 @@ class Accumulator:
         with self._spans("wait/ranks"):
             every = self._backend.exchange([needed, sorted(self._bad)])
         self._require_finite((bad for _, bad in every), number)
+        if self._config.learner.parallel.pipeline > 1:
+            begun()  # only the ranks of the last stage compute losses
         for trainable, some, rollouts, *passes in zip(
             learning, divided, counting, *(n for n, _ in every), strict=True
         ):
@@ -154,11 +165,13 @@ class Accumulator:
                     micro_batches = pack_micro_batches(
                         some, rollouts, self._max_tokens, max(passes), self._even_tokens, self._shares
                     )
-                if trainable.name == POLICY:
-                    self._metrics.merge([_passed(micro_batches, self._shares)])
             with self._spans("compute/forward_backward"):
                 inspect = self._inspect(version) if trainable.name == POLICY else None
-                trainable.model.learn(trainable.objective, micro_batches, max(passes), version, inspect)
+                trainable.model.learn(
+                    trainable.objective, micro_batches, max(passes), version, inspect, begun
+                )
+            if trainable.name == POLICY and some is not None:
+                self._metrics.merge([_passed(micro_batches, self._shares)])
             self._take_results(trainable, wait=False)
 
     def _take_results(self, trainable: Trainable, wait: bool) -> None:

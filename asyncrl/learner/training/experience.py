@@ -35,7 +35,6 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.data.packing import bins
 from asyncrl.learner.models.networks import counts_prompts_once
-from asyncrl.learner.reporting.batch_metrics import advantage_metrics, batch_metrics, value_metrics
 from asyncrl.learner.training import requirements
 from asyncrl.telemetry.metrics import Mean, Metrics
 from asyncrl.telemetry.spans import Spans
@@ -64,11 +63,9 @@ class Experience:
         if "squares" in needs(config.algorithm):
             self._models["sharper"] = lambda batch: backend.policy.predict(_at_half_temperature(batch))
 
-    def score(self, groups: Sequence[Group]) -> MicroBatch | None:
-        """Pack one claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
-        policy's own log-probs before it moves. Returns None if this rank has no groups."""
-        with self._spans("compute/pack"):
-            batch = MicroBatch.of(groups) if groups else None
+    def score(self, batch: MicroBatch | None) -> MicroBatch | None:
+        """One claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
+        policy's own log-probs before it moves. None, and returns None, if this rank has no groups."""
         columns = self.predict(self._models, batch)
         if (sharper_N := columns.pop("sharper", None)) is not None:
             columns["squares"] = (2 * columns["proximal"] - sharper_N).exp()
@@ -127,14 +124,14 @@ class Experience:
         self, batch: MicroBatch, version: Version, controls: AdaptiveCoefficients
     ) -> tuple[MicroBatch, Metrics]:
         config, context = self._config.algorithm, self._context(version, controls.cost_multiplier)
-        metrics = batch_metrics(batch, version)
         batch = batch.with_columns(outcome=batch.rewards_R[batch.seq_N])
         batch, shaped = shape(batch, config, self._config.generator.max_tokens, controls.kl_coef, context)
         batch = batch.with_columns(**value_targets(batch, config))
         corrected, rejected = self._corrected(batch, version) if self._proximal else (batch, Metrics())
         judged = unrejected(corrected) if config.correction.reject_first else batch
         batch = corrected.with_advantages(advantages(judged, config, context))
-        metrics.merge([rejected, shaped, advantage_metrics(batch), value_metrics(batch)])
+        metrics = Metrics()
+        metrics.merge([rejected, shaped])
         return batch, metrics
 
     def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:

@@ -31,11 +31,11 @@ from asyncrl.learner.backends.backend import Backend, exchange_per_data_rank
 from asyncrl.learner.checks.finite_check import NonFiniteGroups, nonfinite_inputs
 from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.reporting.batch_metrics import end_metrics, version_values
+from asyncrl.learner.reporting.batch_metrics import batch_metrics, end_metrics, ready_metrics, version_values
 from asyncrl.learner.training import requirements
 from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep
 from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
-from asyncrl.learner.training.passes import LearningModel
+from asyncrl.learner.training.passes import Begun, LearningModel, unnoticed
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import WITHOUT_STEPS, Array, Group, Version
@@ -81,20 +81,33 @@ class VersionStep(ABC):
         self.controls = AdaptiveCoefficients.start(config.algorithm)
         self._begin()
 
-    def add(self, groups: Sequence[Group], version: Version) -> None:
-        """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does."""
+    def add(
+        self,
+        groups: Sequence[Group],
+        version: Version,
+        packed: MicroBatch | None = None,
+        begun: Begun = unnoticed,
+    ) -> None:
+        """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does.
+
+        packed: the same groups, where they are packed already.
+        """
+        if packed is None and groups:
+            with self._spans("compute/pack"):
+                packed = MicroBatch.of(groups)
+        scored = self._experience.score(packed)
+        self._take(scored, version, begun)
+        # Behind the passes: a device has its work by now.
         for group in groups:
             self._columns |= group.columns.keys() & WITHOUT_STEPS.keys()
             self._parts |= set(group.reward_parts)
             self._ordinals.append(group.task.ordinal)
-        self._metrics.merge([end_metrics(groups)] if groups else [])
-        scored = self._experience.score(groups)
         if scored is not None:
             self._bad |= nonfinite_inputs(scored)
-        self._take(scored, version)
+            self._metrics.merge([end_metrics(groups), batch_metrics(scored, version)])
 
     @abstractmethod
-    def _take(self, scored: MicroBatch | None, version: Version) -> None:
+    def _take(self, scored: MicroBatch | None, version: Version, begun: Begun) -> None:
         """Take the groups of one claim, None where this rank has none."""
 
     @abstractmethod
@@ -179,12 +192,12 @@ class VersionStep(ABC):
 class Streaming(VersionStep):
     """Every claim is trained on as it arrives; one optimizer step when the last one is in."""
 
-    def _take(self, scored: MicroBatch | None, version: Version) -> None:
+    def _take(self, scored: MicroBatch | None, version: Version, begun: Begun) -> None:
         columns, parts = requirements.columns(self._config), requirements.parts(self._config)
         scored = scored and scored.completed(columns, parts)
         batch, measured = self._experience.ready(scored, version, self.controls)
-        self._metrics.merge([measured])
-        self._accumulator.add(batch, version)
+        self._accumulator.add(batch, version, begun=begun)
+        self._metrics.merge([measured, ready_metrics(batch)] if batch else [])
 
     def _train(self, version: Version) -> list[OptimizerStep]:
         return [self._accumulator.step(version)]
@@ -197,7 +210,8 @@ class WholeBatch(VersionStep):
         super()._begin()
         self._claims: list[MicroBatch] = []
 
-    def _take(self, scored: MicroBatch | None, version: Version) -> None:
+    def _take(self, scored: MicroBatch | None, version: Version, begun: Begun) -> None:
+        begun()
         if scored is not None:
             self._claims.append(scored)
 
@@ -205,7 +219,7 @@ class WholeBatch(VersionStep):
         mine = MicroBatch.joined(self._claims).completed(self._columns, self._parts) if self._claims else None
         self._claims.clear()
         batch, measured = self._experience.ready(mine, version, self.controls)
-        self._metrics.merge([measured])
+        self._metrics.merge([measured, ready_metrics(batch)] if batch else [])
         steps: list[OptimizerStep] = []
         for number, ordinals in enumerate(self._mini_batches(batch, version)):
             part = batch and batch.of_ordinals(ordinals)

@@ -50,6 +50,8 @@ class FakeQueue:
     dropped: list[int] = field(default_factory=list)  # rising
     evals: list[Group] = field(default_factory=list)
     eval_tasks: int = 0
+    version: int | None = None  # of the running step, once one was claimed
+    moved: threading.Condition = field(default_factory=threading.Condition)
 
     def post(self, key: str, value: Any) -> None:
         self.calls.append(("post", key))
@@ -60,7 +62,12 @@ class FakeQueue:
             self.batch, self.even_tokens = settings.groups_per_version, settings.even_tokens
         return Opened(learner_epoch=7, lineage=1 if snapshot else 0, version=0)
 
-    def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim | None:
+    def claim(self, stream: str, *, step: int, index: int, wait_s: float, **_: Any) -> Claim | None:
+        """That of a later step waits."""
+        with self.moved:
+            self.version = step if self.version is None else self.version
+            if not self.moved.wait_for(lambda: step <= (self.version or 0), wait_s):
+                return None
         self.on_claim(step, index)
         ordinal = step * self.batch + index + self.rejected
         for dropped in self.dropped:
@@ -75,6 +82,9 @@ class FakeQueue:
         assert waited is not None
         assert 0 <= waited <= 1
         self.calls.append(("trained", step))
+        with self.moved:
+            self.version = step + 1
+            self.moved.notify_all()
         stats = {
             "g0": {
                 "tokens": 100 * (step + 1),

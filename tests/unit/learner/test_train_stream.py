@@ -115,7 +115,8 @@ def test_a_wait_in_vain_names_the_rewards_whose_calls_do_not_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "end"), [([None, False, "", True, []], NoGroups), ([None, True, "", False, []], LeaveLoop)]
+    ("other", "end"),
+    [([None, False, False, "", True, []], NoGroups), ([None, False, True, "", False, []], LeaveLoop)],
 )
 def test_all_ranks_give_up_together(other: list[Any], end: type[Exception]) -> None:
     """Rank 1 has its group. Rank 0 waits for its own in vain, or was asked to stop: both must leave the version, or the
@@ -154,7 +155,8 @@ def test_a_corrupt_group_of_another_rank_restarts_the_step_here_too() -> None:
         def exchange(self, mine: Any) -> list[Any]:
             return [
                 mine,
-                mine and [3, False, "", False, [[5, "corrupt", "a text"], [6, "not_finite", "another"]]],
+                mine
+                and [3, False, False, "", False, [[5, "corrupt", "a text"], [6, "not_finite", "another"]]],
             ]
 
     full = Full({})
@@ -206,7 +208,7 @@ def test_a_group_that_takes_900_seconds_is_waited_for(monkeypatch: pytest.Monkey
 
     slow = Slow({})
     stream = stream_of(slow)
-    assert list(stream.step(3)) == [[]]
+    assert list(stream.step(3)) == [([], None)]
     stream.close()
     assert clock.now > 900.0
 
@@ -219,7 +221,9 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
 
     full = Full({})
     stream = stream_of(full)
-    assert len(next(stream.step(3))) == 3
+    groups, packed = next(stream.step(3))
+    assert packed is not None
+    assert packed.groups == len(groups) == 3
     stream.close()
     (event,) = trace().events
     assert event.name == "claim"
@@ -233,104 +237,228 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
 
 
 class Recording(Dry):
-    """Every step is one claim without groups. `asked` holds the requests as (step, index) and the reports as "trained";
-    `answers` what the next claims are answered with, in place of a claim."""
+    """Every step is one claim without groups. `asked` holds the requests as (step, index), those of the first claim of
+    a later step with "ahead", and the reports as "trained"; `answers` what the next claims are answered with, in place
+    of a claim. A claim of a later step waits for the report, but for those `ahead`."""
 
-    def __init__(self) -> None:
+    def __init__(self, versions: int = 9) -> None:
         super().__init__({})
-        self.asked: list[tuple[int, int] | str] = []
+        self.asked: list[tuple[Any, ...] | str] = []
         self.answers: list[Claim | Exception | None] = []
+        self.ahead: dict[int, Claim] = {}  # by step
+        self.version = 0
+        self.moved = threading.Condition()
+        self.config = Config(run=RunConfig(versions=versions))
 
-    def claim(self, stream: str, *, step: int, index: int, **_: Any) -> Claim | None:
-        self.asked.append((step, index))
+    def claim(
+        self,
+        stream: str,
+        *,
+        step: int,
+        index: int,
+        attempt: int | None,
+        ahead: bool,
+        received: int,
+        wait_s: float,
+        **_: Any,
+    ) -> Claim | None:
+        with self.moved:
+            about = ("ahead",) if ahead and step > self.version else ("again",) if received else ()
+            if (step, index, *about) not in self.asked:  # a wait in vain is repeated
+                self.asked.append((step, index, *about))
+            self.moved.notify_all()
+            if ahead and step > self.version and step in self.ahead:
+                return self.ahead[step]
+            if not self.moved.wait_for(lambda: step <= self.version, wait_s):
+                return None
         answer = self.answers.pop(0) if self.answers else Claim([], last=True, so_far=0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def trained(self, stream: str, **_: Any) -> str:
+    def trained(self, stream: str, *, step: int, **_: Any) -> str:
         self.asked.append("trained")
+        with self.moved:
+            self.version = step + 1
+            self.moved.notify_all()
         return "counts"
+
+    def was_asked(self, *request: Any) -> None:
+        """Waits for it."""
+        with self.moved:
+            assert self.moved.wait_for(lambda: request in self.asked, 10.0), self.asked
+
+
+def ahead_of(*groups: Group, last: bool = True) -> Claim:
+    return Claim([*groups], last, len(groups), 0, ahead=True, workers=["g"] * len(groups))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_claim_of_a_step_is_requested_behind_the_report_of_the_one_before(rank: int) -> None:
-    queue = Recording()
+def test_the_first_claim_of_a_step_is_requested_while_the_one_before_is_computed(rank: int) -> None:
+    queue = Recording(versions=3)
     queue.rank = queue.data_rank = rank
-    stream = stream_of(queue, Config(run=RunConfig(versions=3)))
+    stream = stream_of(queue, queue.config)
     for step in range(3):
-        list(stream.step(step))
+        for _ in stream.step(step):
+            stream.go_on()
+            if step < 2:
+                queue.was_asked(step + 1, 0, "ahead")
         report = stream.report(step)
         assert (report and report.result(10.0).counts) == ("counts" if rank == 0 else None)
-    stream._request(9, 9, None).result(10.0)  # behind all others, on their thread
+        queue.trained("", step=step)  # by rank 0
     stream.close()
-    reports: list[tuple[int, int] | str] = ["trained"] if rank == 0 else []
-    first: list[tuple[int, int] | str] = [(0, 0), *reports, (1, 0), *reports, (2, 0), *reports]
-    assert queue.asked == [*first, (9, 9)]  # each once, and none of a step 3
+    assert {request for request in queue.asked if request != "trained"} == {
+        (0, 0),
+        (1, 0, "ahead"),
+        (2, 0, "ahead"),
+    }
 
 
-def test_a_report_does_not_wait_for_its_answer() -> None:
+def test_a_step_whose_claim_is_there_begins_before_the_report_is_answered() -> None:
     class Slow(Recording):
         may_answer = threading.Event()
 
-        def trained(self, stream: str, **_: Any) -> str:
+        def trained(self, stream: str, *, step: int, **_: Any) -> str:
             assert self.may_answer.wait(10.0), "the report was waited for"
-            return super().trained(stream)
+            return super().trained(stream, step=step)
 
     queue = Slow()
-    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config)
+    assert list(stream.step(0)) == [([], None)]
     report = stream.report(0)
+    running = stream.step(1)
+    groups, packed = next(running)
+    assert packed is not None
+    assert [group.task.ordinal for group in groups] == [4]
     queue.may_answer.set()
     assert report is not None
     assert report.result(10.0).counts == "counts"
-    assert list(stream.step(1)) == [[]]
+    assert list(running) == []
     stream.close()
-    assert queue.asked == ["trained", (1, 0)]
+    assert queue.asked.index("trained") < queue.asked.index((2, 0, "ahead"))
+    assert queue.asked.count((1, 0, "again")) == 1
 
 
-def test_no_claim_is_requested_behind_a_report_that_failed() -> None:
+def test_a_claim_behind_one_that_came_ahead_is_requested_behind_its_repetition() -> None:
+    """The queue refuses claim 1 of a step whose claim 0 was not made."""
+    queue = Recording()
+    queue.ahead[1] = ahead_of(random_group(4), last=False)
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    stream.report(0)
+    assert [len(groups) for groups, _ in stream.step(1)] == [1, 0]
+    queue.was_asked(2, 0, "ahead")
+    stream.close()
+    behind = [request for request in queue.asked if request != "trained"]
+    assert behind == [(0, 0), (1, 0, "ahead"), (1, 0, "again"), (1, 1), (2, 0, "ahead")]
+
+
+def test_a_claim_that_came_ahead_and_does_not_stand_restarts_the_step() -> None:
+    """The queue came back without the bytes of one of its groups."""
+    queue = Recording()
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    stream.report(0)
+    running = stream.step(1)
+    assert len(next(running)[0]) == 1
+    queue.answers = [RefusedError("abandoned")]
+    with pytest.raises(StepRestarted):
+        next(running)
+    assert list(stream.step(1)) == [([], None)]
+    stream.close()
+
+
+def test_ranks_confirm_a_claim_together_if_it_came_ahead_to_one_of_them() -> None:
+    """This rank got its claim when the step ran. The other one exchanges once more."""
+
+    class Full(Recording):
+        exchanged = 0
+
+        def exchange(self, mine: Any) -> list[Any]:
+            self.exchanged += 1
+            return [mine, [0, self.exchanged == 1, False, "", False, []]]
+
+    queue = Full()
+    stream = stream_of(queue, queue.config)
+    assert list(stream.step(0)) == [([], None)]
+    stream.close()
+    assert queue.exchanged == 2
+
+
+def test_a_group_of_a_claim_that_came_ahead_is_dropped_once_the_step_runs() -> None:
+    """Before the report of the step before, the queue knows of no claim from which a group could be dropped."""
+
+    class Dropping(Recording):
+        def abandon(self, stream: str, *, step: int, attempt: int, dropped: Sequence[int], **_: Any) -> int:
+            assert step == self.version
+            assert (step, 0, "again") in self.asked
+            self.asked.append(("dropped", *dropped))
+            return attempt + 1
+
+    class Check(GroupCheck):
+        def fault(self, group: Group, version: Version) -> Fault:
+            return Fault(group.task.ordinal, "corrupt", "a text")
+
+    queue = Dropping()
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config, check=Check(rollouts=4, longest=32, vocabulary=33))
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    stream.report(0)
+    with pytest.raises(GroupsRefused, match="task 4: a text"):
+        next(stream.step(1))
+    stream.close()
+    assert ("dropped", 4) in queue.asked
+
+
+def test_a_report_that_failed_is_raised_where_it_is_waited_for() -> None:
     class Fenced(Recording):
-        def trained(self, stream: str, **_: Any) -> str:
+        def trained(self, stream: str, *, step: int, **_: Any) -> str:
             raise RefusedError("fenced", "another learner has the stream")
 
     queue = Fenced()
-    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    stream = stream_of(queue, queue.config)
     report = stream.report(0)
     assert report is not None
-    for wait in (report.result, lambda: next(stream.step(1))):
-        with pytest.raises(RefusedError, match="another learner has the stream"):
-            wait()
+    with pytest.raises(RefusedError, match="another learner has the stream"):
+        report.result()
     stream.close()
-    assert queue.asked == []
 
 
 def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> None:
     queue = Recording()
-    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
-    stream.report(0)
-    list(stream.step(4))
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    assert list(stream.step(0)) == [([], None)]
     stream.close()
-    assert queue.asked == ["trained", (1, 0), (4, 0)]
 
 
 def test_a_request_ahead_that_has_waited_in_vain_is_made_again() -> None:
     queue = Recording()
-    queue.answers = [None]
-    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    queue.answers = [Claim([], last=True, so_far=0), None]
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
     stream.report(0)
-    assert list(stream.step(1)) == [[]]
+    assert list(stream.step(1)) == [([], None)]
     stream.close()
-    assert queue.asked == ["trained", (1, 0), (1, 0)]
+    assert queue.answers == []
 
 
 def test_a_step_that_begins_anew_does_not_keep_the_refused_request() -> None:
     queue = Recording()
-    queue.answers = [RefusedError("abandoned")]
-    stream = stream_of(queue, Config(run=RunConfig(versions=9)))
+    queue.answers = [Claim([], last=True, so_far=0), RefusedError("abandoned")]
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
     stream.report(0)
     with pytest.raises(StepRestarted):
         next(stream.step(1))
-    assert list(stream.step(1)) == [[]]
+    assert list(stream.step(1)) == [([], None)]
     stream.close()
 
 
@@ -342,11 +470,12 @@ def test_the_device_is_offered_in_each_step_even_if_its_claims_are_there() -> No
             nonlocal offers
             offers += 1
 
-    stream = stream_of(Recording(), Config(run=RunConfig(versions=9)), Turn.always())
+    queue = Recording()
+    stream = stream_of(queue, queue.config, Turn.always())
     for step in range(3):
+        queue.ahead[step + 1] = ahead_of()
         list(stream.step(step))
+        queue.was_asked(step + 1, 0, "ahead")
         stream.report(step)
-        assert stream._ahead is not None
-        stream._ahead[1].result(10.0)
     stream.close()
     assert offers == 3

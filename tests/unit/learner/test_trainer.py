@@ -31,8 +31,10 @@ from asyncrl.learner.reporting import report
 from asyncrl.learner.reporting.utilization import even_tokens
 from asyncrl.learner.train_stream import StepRestarted, TrainStream
 from asyncrl.learner.trainer import MAX_REFUSED
+from asyncrl.queue.protocol.replies import Claim
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.wire import wire
+from asyncrl.telemetry.sinks import read_rows
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import Group
@@ -270,7 +272,7 @@ def test_a_step_that_the_queue_takes_apart_begins_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [[None, False, "abandoned", False, []], [1, False, "", False, []]],
+    [[None, False, False, "abandoned", False, []], [1, False, False, "", False, []]],
     ids=["refused", "another attempt"],
 )
 def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
@@ -280,7 +282,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
         rank = data_rank = 0
 
         def exchange(self, mine: Any) -> list[Any]:
-            assert mine == [0, False, "", False, []]
+            assert mine == [0, False, False, "", False, []]
             return [mine, other]
 
     backend: Any = TwoRanks()
@@ -477,3 +479,49 @@ def test_groups_that_are_all_bad_are_the_models_fault(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"finding number 3 for it"):
         case.trainer.run()
     assert sorted(case.publisher.published) == [0]
+
+
+def versions_with_a_row(folder: Path) -> list[int]:
+    rows = read_rows(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ()
+    return [row["version"] for row in rows if "perf/step_s" in row]
+
+
+def test_a_version_begins_before_the_report_of_the_last_one_is_answered_and_its_row_is_written(
+    tmp_path: Path,
+) -> None:
+    begun = threading.Event()
+
+    class Slow(FakeQueue):
+        def claim(self, stream: str, *, step: int, index: int, attempt: int | None, **about: Any) -> Any:
+            if (step, index, attempt) == (1, 0, None):
+                return Claim([self.make(2)], False, 1, 0, ahead=True, workers=["g"])
+            return super().claim(stream, step=step, index=index, attempt=attempt, **about)
+
+        def trained(self, stream: str, *, step: int, **about: Any) -> Any:
+            assert step != 0 or begun.wait(20.0), "version 2 waited for the answer"
+            return super().trained(stream, step=step, **about)
+
+    case = Case(small_config(tmp_path), Slow())
+    add = case.trainer.version_step.add
+
+    def noticed(groups: Any, version: int, *about: Any, **more: Any) -> None:
+        if version == 1 and not begun.is_set():
+            assert versions_with_a_row(case.folder) == []
+            begun.set()
+        add(groups, version, *about, **more)
+
+    case.trainer.version_step.add = noticed  # type: ignore[method-assign]
+    case.trainer.run()
+    assert versions_with_a_row(case.folder) == [1, 2, 3]
+
+
+def test_a_version_has_its_row_before_it_is_saved(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Watched(FakeQueue):
+        def snapshot(self, stream: str, *, learner_epoch: int) -> bytes:
+            seen.append(versions_with_a_row(tmp_path / "case"))
+            return super().snapshot(stream, learner_epoch=learner_epoch)
+
+    Case(small_config(tmp_path, checkpoint=CheckpointConfig(every=2)), Watched()).trainer.run()
+    assert seen[-2:] == [[1, 2], [1, 2, 3]]

@@ -44,6 +44,8 @@ def segment_shares(batch: MicroBatch, rule: str) -> Tensor:
     each: all of it · split: one part in as many as the rollout has segments · last: all of it in the segment that ended
     the rollout, nothing in the others
     """
+    if rule == "each":
+        return torch.ones(batch.tokens, dtype=torch.float64)
     rollout_D = batch.seq_N[batch.position_ids_N == 0]
     share_D = torch.ones(len(rollout_D), dtype=torch.float64)
     if rule == "split":

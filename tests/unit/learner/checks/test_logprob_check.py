@@ -239,6 +239,7 @@ class LivePool(FakeQueue):
         self.live = {name: parameter.data for name, parameter in self.model.named_parameters()}
         self.slots = SlotBatch(self.model, slots=8, max_length=32, end_ids=[19], version=0)
         self.history: dict[int, dict[str, torch.Tensor]] = {}
+        self.alone = threading.Lock()
         self.make = self.sampled
 
     def flip(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -250,9 +251,10 @@ class LivePool(FakeQueue):
 
     def drawn(self, prompt: np.ndarray, ordinal: int, n: int, most: int) -> list[Any]:
         """What is recorded says nothing of `hot`."""
-        self.slots.add(SampleRequest("r", prompt, Sampling(self.hot, most), ordinal, n))
-        while not (done := self.slots.step()):
-            pass
+        with self.alone:  # reports and claims come in two threads
+            self.slots.add(SampleRequest("r", prompt, Sampling(self.hot, most), ordinal, n))
+            while not (done := self.slots.step()):
+                pass
         return done[0][1]
 
     def sampled(self, ordinal: int) -> Group:

@@ -266,7 +266,7 @@ def test_what_is_rejected_leaves_what_the_policy_counts() -> None:
 
     def work(backend: FakeBackend) -> tuple[MicroBatch | None, MicroBatch | None]:
         experience = Experience(backend, config, Spans())
-        scored = experience.score([group(0)])
+        scored = experience.score(MicroBatch.of([group(0)]))
         return scored, experience.ready(scored, 2, AdaptiveCoefficients.start(config.algorithm))[0]
 
     ((scored, ready),) = ranks(1, work)
@@ -289,7 +289,9 @@ def test_the_squares_of_all_probabilities_are_summed_at_the_temperature_of_the_r
     asked = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, temperature=temperature))
 
     def work(backend: FakeBackend) -> tuple[MicroBatch | None, Tensor]:
-        return Experience(backend, config, Spans()).score([asked]), backend.policy.table.detach()
+        return Experience(backend, config, Spans()).score(
+            MicroBatch.of([asked])
+        ), backend.policy.table.detach()
 
     ((scored, table),) = ranks(1, work)
     assert scored is not None
@@ -308,7 +310,7 @@ def test_advantages_are_whitened_over_what_is_kept_if_it_is_rejected_first(first
 
     def work(backend: FakeBackend) -> MicroBatch | None:
         experience = Experience(backend, config, Spans())
-        scored = experience.score([group(0), group(1)])
+        scored = experience.score(MicroBatch.of([group(0), group(1)]))
         return experience.ready(scored, 2, AdaptiveCoefficients.start(config.algorithm))[0]
 
     (ready,) = ranks(1, work)
