@@ -1,4 +1,5 @@
-"""The learner's wait for the next group: its deadline begins anew while generators make progress."""
+"""The learner's wait for the next group: its deadline begins anew while generators make progress. The error after a
+wait in vain has the queue's counts of tasks."""
 
 from __future__ import annotations
 
@@ -7,10 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.telemetry.status import UNDER_WAY
 from asyncrl.types import TRAIN
 
 LOOKS = 4
 """How often the learner looks at the queue's status within its deadline."""
+
+TOO_FLAT = (
+    "nearly all groups have equal rewards: give tasks that are solved now and then, raise batch.group_size, "
+    "or set algorithm.filter=none"
+)
 
 
 class GroupWait:
@@ -44,3 +51,34 @@ class GroupWait:
         self._dropped = sum(status["streams"][TRAIN]["dropped_by_reason"].values())
         made = self._tokens - before if before is not None else None
         return bool(made) and self._dropped == dropped_before
+
+    def task_counts(self) -> str:
+        """The queue's counts of the stream's tasks, for the error after a wait in vain."""
+        try:
+            status = self._status()
+            return counts_text(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
+        except AsyncRLError as error:
+            return f"the queue does not say why ({error})"
+
+
+def counts_text(counts: Mapping[str, Any]) -> str:
+    """The queue's counts of a stream, with a hint where most tasks were dropped for one common reason."""
+    places = ", ".join(f"{counts[place]} {place}" for place in ("pending", "leased", "ready", "trained"))
+    reasons = sorted(counts["dropped_by_reason"].items(), key=lambda entry: -entry[1])
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons)
+    text = f"tasks: {places}; dropped: {dropped or 'none'}"
+    stages = counts.get("stages", {}).items()
+    waiting = [f"{stage['waiting'] + stage['leased']} {name}" for name, stage in stages]
+    text += f"; groups that wait for a pool: {', '.join(waiting)}" if waiting else ""
+    return f"{text}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else text
+
+
+def _calls_under_way(workers: Mapping[str, Mapping[str, Any]]) -> str:
+    """The reward functions that generators and pools wait for, by their last reports."""
+    calls = Counter[str]()
+    for stats in workers.values():
+        calls.update(
+            {name.removeprefix(UNDER_WAY): n for name, n in stats.items() if name.startswith(UNDER_WAY) and n}
+        )
+    named = ", ".join(f"{count} of {function}" for function, count in calls.most_common())
+    return f"; reward calls under way: {named}" if named else ""

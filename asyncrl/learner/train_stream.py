@@ -25,10 +25,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.device.turns import DeviceTurn
@@ -43,7 +41,7 @@ from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.replies import Claim, Trained
 from asyncrl.telemetry import tracing
 from asyncrl.telemetry.spans import Spans
-from asyncrl.telemetry.status import UNDER_WAY, ProcessStatus
+from asyncrl.telemetry.status import ProcessStatus
 from asyncrl.types import TRAIN, Group, Version
 
 log = logging.getLogger(__name__)
@@ -51,16 +49,8 @@ log = logging.getLogger(__name__)
 PARK_S = 0.5
 """Longest wait of one request: how soon a requested stop is noticed while nothing arrives."""
 
-MOST_GROUPS = 1 << 31
-"""More than a claim has: none of its groups are sent again."""
-
 STOPPED = StoppedError.ended
 """Why the loop was left: a stop was requested."""
-
-TOO_FLAT = (
-    "nearly all groups have equal rewards: give tasks that are solved now and then, raise batch.group_size, "
-    "or set algorithm.filter=none"
-)
 
 
 class Reported(NamedTuple):
@@ -137,19 +127,21 @@ class TrainStream:
         self._learner_epoch, self._stop, self._idle, self._turn = learner_epoch, stop, idle, turn
         self._max_tokens = requirements.claim_tokens(config)
         self._in_order = config.queue.max_staleness == 0
-        self._deadline_s = config.learner.groups_deadline_s
+        self._deadline_s, self._queue_s = config.learner.groups_deadline_s, config.queue.deadline_s
         self._versions = config.run.versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="reports")
-        self._report_under_way: Future[Reported] | None = None  # of rank 0
+        self._round = 0  # of beginnings of a step: requests of an earlier round are given up
+        self._ahead: tuple[int, Future[Checked]] | None = (
+            None  # a later step, and the request of its first claim
+        )
         self._attempt = 0  # of the step whose claims came last
-        self._following: Callable[[], None] | None = None  # requests what follows the claim that was yielded
-        # The requests of that claim once more, and of the one behind it.
-        self._again: Future[Checked] = Future()
-        self._next: Future[Checked] = Future()
-        # A step whose first claim is wanted while the step before is computed, and the request.
-        self._next_step = -1
-        self._ahead: Future[Checked] | None = None
+        self._unconfirmed: Claim | None = None  # came ahead, and was not requested again yet
+        # The claim that was yielded last (claim, step, index), until what follows it is requested: the same once more,
+        # if it came ahead, and the next one, if it is not the last.
+        self._yielded: tuple[Claim, int, int] | None = None
+        self._confirmation: Future[None] | None = None
+        self._next: Future[Checked] | None = None
 
     def step(self, step: int) -> Iterator[tuple[list[Group], MicroBatch | None]]:
         """This rank's groups of a step, one list per claim, and the same packed (none if only other ranks have some).
@@ -161,48 +153,48 @@ class TrainStream:
             NoGroups: None came, and generators made no progress for `deadline_s`. All ranks raise the same.
         """
         self._turn.offer()  # also if all claims are here already
-        index, last = 0, False
-        attempt: int | None = None
-        request = self._first_request(step)
-        while not last:
+        index, attempt = 0, None
+        request: Future[Checked] | None = self._first_request(step)
+        while request is not None:
             waiting = self._status.waiting(
                 f"a group for version {step + 1} from the generators", self._deadline_s
             )
             with self._spans("wait/groups"), waiting:
                 claim, batch = self._agreed(request, step, index, attempt)
-            last, attempt = claim.last, claim.attempt
-            self._attempt = attempt
+            self._attempt = attempt = claim.attempt
             _trace_claim(claim, step)
-            self._following = partial(self._request_following, claim, step, index)
+            self._yielded = claim, step, index
             yield claim.groups, batch
-            self.go_on()
-            if claim.ahead:
-                with self._spans("wait/queue"):
-                    self._agreed(self._again, step, 0, attempt, received=len(claim.groups))
+            self.request_following()
+            self._confirm(step)
             request, index = self._next, index + 1
 
-    def go_on(self) -> None:
+    def request_following(self) -> None:
         """Request what follows the claim that `step` has yielded last, once: best as its computation begins, since the
         claims thread then takes no time from the trainer's."""
-        following, self._following = self._following, None
-        if following is not None:
-            following()
-
-    def _request_following(self, claim: Claim, step: int, index: int) -> None:
+        if self._yielded is None:
+            return
+        (claim, step, index), self._yielded = self._yielded, None
+        submit = self._thread.submit
         if claim.ahead:
-            self._again = self._request(step, 0, claim.attempt, received=len(claim.groups))
-        if not claim.last:
-            self._next = self._request(step, index + 1, claim.attempt)
-        elif step + 1 < self._versions:
-            self._request_ahead(step + 1)
+            self._confirmation = submit(self._claim_again, claim, step, self._round)
+        self._next = None if claim.last else submit(self._claim, step, index + 1, claim.attempt)
+        if claim.last and step + 1 < self._versions:
+            self._ahead = step + 1, submit(self._claim_ahead, step + 1, self._round)
+
+    @property
+    def has_first_claim(self) -> bool:
+        """Whether the first claim of the next step has come ahead."""
+        if self._ahead is None or not (request := self._ahead[1]).done() or request.exception() is not None:
+            return False
+        claim = request.result().claim
+        return claim is not None and claim.ahead
 
     def report(self, step: int) -> Future[Reported] | None:
         """Begin to report a step as trained, which moves admission on. Returns the report of rank 0."""
         if self._backend.rank != 0:
             return None
-        waited = self._spans.share("wait/groups")
-        self._report_under_way = self._reports.submit(self._report, step, waited)
-        return self._report_under_way
+        return self._reports.submit(self._report, step, self._spans.share("wait/groups"))
 
     def _report(self, step: int, waited: float) -> Reported:
         """In the reports thread."""
@@ -215,8 +207,7 @@ class TrainStream:
         self._restart_without(step, self._attempt, ordinals, NOT_FINITE)
 
     def _restart_without(self, step: int, attempt: int, ordinals: Sequence[int], reason: str) -> None:
-        if self._backend.rank == 0:
-            self._make_first_claim(step, attempt)
+        if self._backend.rank == 0 and self._stands(step):
             self._client.abandon(
                 TRAIN,
                 learner_epoch=self._learner_epoch,
@@ -227,12 +218,15 @@ class TrainStream:
             )
         self._backend.exchange(None)  # no rank claims before the queue has restarted the step
 
-    def _make_first_claim(self, step: int, attempt: int) -> None:
-        """The queue may still be at the step before, if the claim came ahead."""
-        if self._report_under_way is not None:
-            self._report_under_way.result()
-        with suppress(RefusedError):  # it has begun anew: to abandon the attempt changes nothing
-            self._claim(step, 0, attempt, received=MOST_GROUPS)
+    def _stands(self, step: int) -> bool:
+        """Whether the running step's first claim is one that the queue counts, also if it came ahead."""
+        if self._unconfirmed is None:
+            return True
+        try:
+            self._claim_again(self._unconfirmed, step, self._round)
+        except RefusedError as refusal:
+            return _not_abandoned(refusal)
+        return True
 
     def reject(self, step: int) -> None:
         """Collective: drop all groups of a step, which is not finite. Others replace them."""
@@ -262,34 +256,61 @@ class TrainStream:
             return None
         return counts
 
+    def leave(self) -> None:
+        """No further step is wanted."""
+        self._round += 1
+
     def close(self) -> None:
-        self._next_step = -1
+        self.leave()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._reports.shutdown(wait=True)
 
-    def _request_ahead(self, step: int) -> None:
-        self._next_step = step
-        self._ahead = self._thread.submit(self._claim_ahead, step)
+    # ------------------------------------------------------------------ in the claims thread
 
-    def _claim_ahead(self, step: int) -> Checked:
-        """In the claims thread: the first claim of the next step; without one if the trainer comes before it."""
-        checked = self._claim(step, 0, None)
-        while checked.claim is None and self._next_step == step and not self._stop.is_set():
-            checked = self._claim(step, 0, None)
-        return checked
+    def _claim(self, step: int, index: int, attempt: int | None, ahead: bool = False) -> Checked:
+        claim = self._requested(step, index, attempt, ahead=ahead)
+        if claim is None:
+            return Checked()
+        faults = self._faults(claim, step)
+        return Checked(claim, faults, MicroBatch.of(claim.groups) if claim.groups and not faults else None)
 
-    def _first_request(self, step: int) -> Future[Checked]:
-        """The request that `_request_ahead` has made, once, if it was for this step."""
-        ahead, self._ahead = self._ahead if self._next_step == step else None, None
-        self._next_step = -1
-        return self._request(step, 0, None) if ahead is None else ahead
+    def _claim_ahead(self, step: int, round_: int) -> Checked:
+        """The first claim of the next step; without one if the trainer comes before it, or it cannot be read."""
+        while True:
+            try:
+                checked = self._claim(step, 0, None, ahead=True)
+            except RefusedError as refusal:
+                _not_abandoned(refusal)
+                return Checked()
+            if checked.claim is not None or self._round != round_ or self._stop.is_set():
+                return checked
 
-    def _request(self, step: int, index: int, attempt: int | None, received: int = 0) -> Future[Checked]:
-        return self._thread.submit(self._claim, step, index, attempt, received)
+    def _claim_again(self, claim: Claim, step: int, round_: int) -> None:
+        """Request a claim that came ahead, without its groups, until the queue runs the step and counts it.
 
-    def _claim(self, step: int, index: int, attempt: int | None, received: int = 0) -> Checked:
-        """In the claims thread. attempt: none for a step's first claim, which may then come ahead."""
-        claim = self._client.claim(
+        Raises:
+            RefusedError: 'abandoned', it does not stand any more.
+            DeadlineError: The queue does not run the step after `queue.deadline_s`.
+        """
+        mine, began = [group.task.ordinal for group in claim.groups], time.monotonic()
+        while self._round == round_:
+            again = self._requested(step, 0, claim.attempt, received=len(mine))
+            if again is not None:
+                if list(again.ordinals) != mine:
+                    raise RefusedError("abandoned", f"step {step} has begun with other groups")
+                return
+            waited_s = time.monotonic() - began
+            if waited_s > self._queue_s:
+                who, what = (
+                    f"learner rank {self._backend.rank}",
+                    f"the first claim of step {step}, once more,",
+                )
+                raise DeadlineError(who, "the queue", what, waited_s)
+
+    def _requested(
+        self, step: int, index: int, attempt: int | None, received: int = 0, ahead: bool = False
+    ) -> Claim | None:
+        return self._client.claim(
             TRAIN,
             learner_epoch=self._learner_epoch,
             step=step,
@@ -300,15 +321,40 @@ class TrainStream:
             wait_s=PARK_S,
             attempt=attempt,
             received=received,
-            ahead=attempt is None,
+            ahead=ahead,
         )
-        if claim is None:
-            return Checked()
-        faults = self._faults(claim, step)
-        return Checked(claim, faults, MicroBatch.of(claim.groups) if claim.groups and not faults else None)
+
+    # ------------------------------------------------------------------ in the trainer's thread
+
+    def _first_request(self, step: int) -> Future[Checked]:
+        """The request that was made ahead, once, if it was for this step. A new round."""
+        self._round += 1
+        self._unconfirmed = self._confirmation = None
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == step else self._request(step, 0, None)
+
+    def _request(self, step: int, index: int, attempt: int | None) -> Future[Checked]:
+        return self._thread.submit(self._claim, step, index, attempt)
+
+    def _confirm(self, step: int) -> None:
+        """Collective, if the claim came ahead: raise StepRestarted unless it stands for every rank."""
+        confirmation, self._confirmation = self._confirmation, None
+        if confirmation is None:
+            return
+        refusal, waiting = "", self._status.waiting("the queue, for a claim that came ahead", self._queue_s)
+        with self._spans("wait/queue"), waiting:
+            try:
+                confirmation.result()
+            except RefusedError as refused:
+                _not_abandoned(refused)
+                refusal = refused.reason
+            every = self._backend.exchange(refusal)
+        if any(every):
+            raise StepRestarted
+        self._unconfirmed = None
 
     def _agreed(
-        self, request: Future[Checked], step: int, index: int, attempt: int | None, received: int = 0
+        self, request: Future[Checked], step: int, index: int, attempt: int | None
     ) -> tuple[Claim, MicroBatch | None]:
         """The claim, once every rank has its own, and its groups packed. A repeated request gets the same claim. It
         came ahead if that of any rank did."""
@@ -322,8 +368,10 @@ class TrainStream:
             if "abandoned" in refusals or len(set(attempts) - {None}) > 1:
                 raise StepRestarted
             if claim is not None and None not in attempts:
+                claim = replace(claim, ahead=any(aheads))
+                self._unconfirmed = claim if claim.ahead else self._unconfirmed
                 self._refuse(step, claim, {Fault(*fault) for theirs in found for fault in theirs})
-                return replace(claim, ahead=any(aheads)), batch
+                return claim, batch
             if "exhausted" in refusals:
                 log.info("the task source has ended")
                 raise LeaveLoop("exhausted")
@@ -333,11 +381,10 @@ class TrainStream:
                 who = f"learner rank {self._backend.rank}"
                 what = f"a group for version {step + 1} (claim {index})"
                 waited_s = time.monotonic() - wait.began
-                raise NoGroups(who, "the generators", what, waited_s, self._task_counts())
+                raise NoGroups(who, "the generators", what, waited_s, wait.task_counts())
             self._idle()
             if claim is None:
-                repeated = self._request(step, index, attempt, received)
-                (claim, faults, batch), refusal = self._result(repeated)
+                (claim, faults, batch), refusal = self._result(self._request(step, index, attempt))
 
     def _result(self, request: Future[Checked]) -> tuple[Checked, str]:
         """(the claim if there is one, why there will be none)."""
@@ -371,13 +418,12 @@ class TrainStream:
         mine = [group for group in claim.groups if group.task.ordinal in ordinals]
         raise GroupsRefused([fault for fault in ordered if fault.reason == reason], mine)
 
-    def _task_counts(self) -> str:
-        """The queue's counts of the stream's tasks, for the error after a long wait."""
-        try:
-            status = self._client.status()
-            return _counts_text(status["streams"][TRAIN]) + _calls_under_way(status["workers"])
-        except AsyncRLError as error:
-            return f"the queue does not say why ({error})"
+
+def _not_abandoned(refusal: RefusedError) -> bool:
+    """False; raises any refusal but 'abandoned'."""
+    if refusal.reason != "abandoned":
+        raise refusal
+    return False
 
 
 def _trace_claim(claim: Claim, step: int) -> None:
@@ -387,26 +433,3 @@ def _trace_claim(claim: Claim, step: int) -> None:
     ages = Counter(str(step - group.start_version) for group in claim.groups)
     tasks = [group.task.ordinal for group in claim.groups]
     tracing.event("claim", version=step, groups=len(tasks), ages=ages, last=claim.last, tasks=tasks)
-
-
-def _counts_text(counts: Mapping[str, Any]) -> str:
-    """The queue's counts of a stream, with a hint where most tasks were dropped for one common reason."""
-    places = ", ".join(f"{counts[place]} {place}" for place in ("pending", "leased", "ready", "trained"))
-    reasons = sorted(counts["dropped_by_reason"].items(), key=lambda entry: -entry[1])
-    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons)
-    text = f"tasks: {places}; dropped: {dropped or 'none'}"
-    stages = counts.get("stages", {}).items()
-    waiting = [f"{stage['waiting'] + stage['leased']} {name}" for name, stage in stages]
-    text += f"; groups that wait for a pool: {', '.join(waiting)}" if waiting else ""
-    return f"{text}; {TOO_FLAT}" if reasons and reasons[0][0] == "filtered" else text
-
-
-def _calls_under_way(workers: Mapping[str, Mapping[str, Any]]) -> str:
-    """The reward functions that generators and pools wait for, by their last reports."""
-    calls = Counter[str]()
-    for stats in workers.values():
-        calls.update(
-            {name.removeprefix(UNDER_WAY): n for name, n in stats.items() if name.startswith(UNDER_WAY) and n}
-        )
-    named = ", ".join(f"{count} of {function}" for function, count in calls.most_common())
-    return f"; reward calls under way: {named}" if named else ""

@@ -6,7 +6,7 @@
        │  groups of step k         ◂── queue          │  waits for generators, groups_deadline_s at most
        │     forward, backward, as they arrive,       │  works while the next claim is on its way
        │     or once all are in   (version_step.py)   │
-       │     metrics row of version k                 │  behind the first claim's passes, or before a checkpoint
+       │     metrics row of version k                 │  behind the first passes, or at once if no claim is there
        │  optimizer steps          ── all ranks ──    │  waits for the slowest rank
        │  publish version k+1      ──▸ weight stream  │  waits for a copy of its shards, never for a generator
        │  report step k            ──▸ queue          │  admission moves on: generators may lease again
@@ -25,6 +25,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,6 +130,7 @@ class Trainer:
                 reason = self._agreed_reason_to_leave() or self._train_version()
             self._finish(reason)
         except Exception:
+            self._rescue_row()
             self.checkpoints.rescue()
             raise
         finally:
@@ -179,13 +181,14 @@ class Trainer:
     def _take_groups(self) -> list[Group]:
         """Hand the step's groups to the version step as they arrive. Returns some of them, for the rollout log."""
         some: list[Group] = []
-        _before = self.kept_groups.begin(self.version + 1)
+        self.kept_groups.begin(self.version + 1)
         self.decisions.begin()
         for groups, packed in self.stream.step(self.version):
             self._hold_device()
             self.kept_groups.add(groups)
             self.decisions.add(groups)
-            self.version_step.add(groups, self.version, packed, begun=self.stream.go_on)
+            self.version_step.add(groups, self.version, packed, begun=self.stream.request_following)
+            self.kept_groups.forget_before()
             self._write_row()
             some += groups[: GROUPS - len(some)]
         if requirements.whole_batch(self.config) and (reason := self._agreed_reason_to_leave()):
@@ -207,6 +210,8 @@ class Trainer:
             spans = self.spans.take()
             values |= self.records.utilization.values(report.values, spans, readings)
             self.row = UnwrittenRow(self.version, report_of_step, values, spans, rollouts, logprobs)
+            if not self.stream.has_first_claim:  # generators have to make it first
+                self._write_row()
 
     def _write_row(self) -> None:
         """Write the metrics row of the version that was published last, if it is not written yet."""
@@ -219,6 +224,12 @@ class Trainer:
         self.status.figures = self.records.write_version(row.version, trained, values, row.spans)
         self.records.write_rollouts(row.version, row.rollouts, row.logprobs)
 
+    def _rescue_row(self) -> None:
+        """Before the run ends on an error, which counts more than one of this row."""
+        if self.row is not None and self.row.report.done():
+            with suppress(Exception):
+                self._write_row()
+
     def _agreed_reason_to_leave(self) -> str:
         """Why all ranks leave the loop now; empty to go on. A checkpoint that all have written is completed."""
         reason = STOPPED if self.stop.is_set() else "target" if self.evaluations.target_reached else ""
@@ -230,6 +241,7 @@ class Trainer:
 
     def _finish(self, reason: str) -> None:
         """A requested stop leaves out the last evaluation and the export, which take long."""
+        self.stream.leave()
         if reason != STOPPED:
             self.evaluations.start_if_due(self.version, last=True)
         self._checkpoint()

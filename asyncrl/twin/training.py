@@ -3,8 +3,8 @@
     claim 0 ─┬─ compute 0 ──┬─ claim 1 there? ─┬─ compute 1 ── … ── version_s ── publish_s ── report_s ──▸ trained,
              └─▸ claim 1 ───┘                  └─▸ claim 2                                                 published
 
-It waits for the slower of computation and claim, as learner/train_stream.py does, or with `whole_batch` computes once
-all groups of the version are in.
+It waits for the slower of computation and claim, as learner/train_stream.py does (where a first claim comes ahead if
+enough is ready), or with `whole_batch` computes once all groups of the version are in.
 """
 
 from __future__ import annotations

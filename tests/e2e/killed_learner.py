@@ -77,8 +77,8 @@ def stop_at(moment: str, version: int, stand: Callable[[], None]) -> None:
             stand()
         return done
 
-    def slow_add(self: Any, groups: Any, at: int) -> None:
-        add(self, groups, at)
+    def slow_add(self: Any, groups: Any, at: int, *rest: Any, **more: Any) -> None:
+        add(self, groups, at, *rest, **more)
         if moment == "claim" and at == version:
             stand()
 

@@ -107,7 +107,7 @@ class History(Observer):
         assert not dropped & trained
         self.ends = {**dict.fromkeys(trained, "trained"), **dict.fromkeys(dropped, "dropped")}
         self.known = frontier.frontier
-        self.claims, self.record, self.disturbed = [], {}, True
+        self.claims, self.record, self.early, self.disturbed = [], {}, None, True
 
     def check_claim(self, event: ev.StepClaimed) -> None:
         if not self.drained:

@@ -7,8 +7,9 @@ the next step while the last one is computed, and begins with it if it comes bef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl.errors import RefusedError
@@ -23,8 +24,8 @@ EVALS = StreamSettings(
 )
 
 
-HAVE_ALL = 1 << 31
-"""More groups than a claim has: none of them are sent."""
+CLAIM_S = 0.5
+"""How long a claim waits in the queue: less than a message that was lost takes to be sent again."""
 
 T = TypeVar("T")
 
@@ -68,7 +69,8 @@ class Learner(Process):
         self.version, self.steps = (saved.version, dict(saved.steps)) if saved else (0, {})
         self._evaluating: set[int] = set()
         self._ahead: list[asyncio.Task[tuple[Claim | None, str]]] = []
-        self._following = -1  # the step whose first claim is wanted ahead
+        self._round = 0  # requests of an earlier one are given up
+        self._before: dict[int, asyncio.Task[Any]] = {}  # the last request of each rank
         self._report: asyncio.Task[None] | None = None
         self._pristine: bytes | None = None
         if plan.evaluations:
@@ -109,7 +111,7 @@ class Learner(Process):
         return True
 
     def _forget_ahead(self) -> None:
-        self._ahead, self._following = [], -1
+        self._ahead, self._round = [], self._round + 1
 
     async def _trained(self, step: int, waited: float) -> None:
         at = {"learner_epoch": self._epoch, "step": step}
@@ -137,35 +139,52 @@ class Learner(Process):
         ordinals: list[int] = []
         index, last = 0, False
         attempt: int | None = None
-        asked = self._ahead or self._ask(index, attempt)
+        ahead = self._ahead
         self._forget_ahead()
+        asked = ahead or self._ask(index, attempt)
         while not last:
             claims = await self._agreed(asked, index, attempt)
             last, index, attempt = claims[0].last, index + 1, claims[0].attempt
-            again = self._ask(0, attempt, HAVE_ALL) if any(claim.ahead for claim in claims) else []
+            again: list[asyncio.Task[str]] = []
+            if any(claim.ahead for claim in claims):
+                again = [
+                    self._in_turn(rank, partial(self._again, rank, claim))
+                    for rank, claim in enumerate(claims)
+                ]
             if not last:
-                # The queue refuses claim 1 before claim 0 is made.
-                asked = self._ask(index, attempt, behind=again)
+                asked = self._ask(index, attempt)
             elif self.version + 1 < self.world.plan.versions:
-                self._following = step = self.version + 1
-                self._ahead = [self._begin(self._claim_ahead(rank, step)) for rank in range(len(self._ranks))]
+                self._ahead = [
+                    self._in_turn(rank, partial(self._claim_ahead, rank, self.version + 1, self._round))
+                    for rank in range(len(self._ranks))
+                ]
             for claim in claims:
                 for group in claim.groups:
                     self.world.history.check_received(group)
                     ordinals.append(group.task.ordinal)
             await asyncio.sleep(self.world.plan.step_s * self.world.rng.random())
+            if any([await task for task in again]):
+                raise BegunAnew
             await self._reported()
-            if again:
-                await self._agreed(again, 0, attempt, HAVE_ALL)
         return ordinals
 
-    def _ask(
-        self, index: int, attempt: int | None, received: int = 0, behind: Sequence[asyncio.Task[Any]] = ()
-    ) -> list[asyncio.Task[tuple[Claim | None, str]]]:
+    def _ask(self, index: int, attempt: int | None) -> list[asyncio.Task[tuple[Claim | None, str]]]:
         return [
-            self._begin(self._claim(rank, self.version, index, attempt, received, behind))
+            self._in_turn(rank, partial(self._claim, rank, self.version, index, attempt))
             for rank in range(len(self._ranks))
         ]
+
+    def _in_turn(self, rank: int, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """Each rank makes one request after the other, as in its claims thread."""
+
+        async def behind(before: asyncio.Task[Any] | None) -> T:
+            if before is not None:
+                await asyncio.wait([before])
+            return await work()
+
+        task = self._begin(behind(self._before.get(rank)))
+        self._before[rank] = task
+        return task
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self.world.loop.create_task(work)
@@ -173,25 +192,30 @@ class Learner(Process):
         task.add_done_callback(self._tasks.remove)  # type: ignore[arg-type]
         return task
 
-    async def _claim_ahead(self, rank: int, step: int) -> tuple[Claim | None, str]:
+    async def _claim_ahead(self, rank: int, step: int, round_: int) -> tuple[Claim | None, str]:
         """None once the learner waits for a claim, or begins anew."""
-        claim, refusal = await self._claim(rank, step, 0, None)
-        while claim is None and not refusal and self._following == step:
-            claim, refusal = await self._claim(rank, step, 0, None)
-        return claim, refusal
+        while True:
+            claim, refusal = await self._claim(rank, step, 0, None, ahead=True)
+            if refusal == "abandoned":
+                return None, ""
+            if claim is not None or refusal or self._round != round_:
+                return claim, refusal
+
+    async def _again(self, rank: int, claim: Claim) -> str:
+        """Why it does not stand; empty: it does."""
+        mine, round_, step = [group.task.ordinal for group in claim.groups], self._round, self.version
+        while self._round == round_:
+            again, refusal = await self._claim(rank, step, 0, claim.attempt, received=len(mine))
+            if again is not None:
+                return "" if list(again.ordinals) == mine else "abandoned"
+            if refusal:
+                return refusal
+        return ""
 
     async def _claim(
-        self,
-        rank: int,
-        step: int,
-        index: int,
-        attempt: int | None,
-        received: int = 0,
-        behind: Sequence[asyncio.Task[Any]] = (),
+        self, rank: int, step: int, index: int, attempt: int | None, received: int = 0, ahead: bool = False
     ) -> tuple[Claim | None, str]:
         """(the claim if there is one, why there will be none)."""
-        if behind:
-            await asyncio.wait(behind)
         plan = self.world.plan
         where = {"learner_epoch": self._epoch, "step": step}
         try:
@@ -202,10 +226,10 @@ class Learner(Process):
                 rank=rank,
                 max_tokens=plan.max_tokens,
                 whole=plan.whole,
-                wait_s=PARK_S,
+                wait_s=CLAIM_S,
                 attempt=attempt,
                 received=received,
-                ahead=attempt is None,
+                ahead=ahead,
             )
             unreadable = [] if claim is None else [g.task.ordinal for g in claim.groups]
             unreadable = [ordinal for ordinal in unreadable if ordinal in plan.corrupt]
@@ -223,11 +247,7 @@ class Learner(Process):
             return None, refusal.reason
 
     async def _agreed(
-        self,
-        asked: Sequence[asyncio.Task[tuple[Claim | None, str]]],
-        index: int,
-        attempt: int | None,
-        received: int = 0,
+        self, asked: Sequence[asyncio.Task[tuple[Claim | None, str]]], index: int, attempt: int | None
     ) -> list[Claim]:
         """Every rank's claim, once all of them have theirs."""
         answers = [await task for task in asked]
@@ -241,7 +261,7 @@ class Learner(Process):
             if "exhausted" in refusals:
                 raise RefusedError("exhausted")
             again = {
-                rank: self._begin(self._claim(rank, self.version, index, attempt, received))
+                rank: self._in_turn(rank, partial(self._claim, rank, self.version, index, attempt))
                 for rank, (claim, _) in enumerate(answers)
                 if claim is None
             }

@@ -23,7 +23,9 @@ class QueueConfig(Section):
         "W: groups past the oldest untrained one that may be trained first; none: 1 (strict order) up to η = "
         "1, else batch.groups + 1",
     )
-    depth: Count | None = key(None, "groups leased or ready at once; none: (η + 1) * batch.groups")
+    depth: Count | None = key(
+        None, "groups leased, ready or claimed ahead at once; none: (η + 1) * batch.groups"
+    )
     max_bytes: Bytes = key(4 << 30, "payload bytes held by the queue")
     wait_share: float | None = key(
         None,

@@ -25,7 +25,7 @@ from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.remote import remote_protocol
 from asyncrl.learner.remote.remote_protocol import BATCH, BEGIN, FORGET, HELLO, LEARN, NORM, SAVE, STEP
 from asyncrl.learner.training.objectives import auxiliary_objective
-from asyncrl.learner.training.passes import Begun, Inspect, Objective, PassResult, unnoticed
+from asyncrl.learner.training.passes import Inspect, Objective, PassResult
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.rpc.client import RpcClient, RpcReply
 from asyncrl.rpc.keys import ClientKeys
@@ -111,7 +111,6 @@ class RemoteModel:
         passes: int,
         version: Version,
         inspect: Inspect | None = None,
-        begun: Begun = unnoticed,
     ) -> None:
         """The pool has the same objective of the same configuration, and makes passes of its own number."""
         self._version = version

@@ -32,15 +32,18 @@ class KeptGroups:
     def __init__(self, run_folder: Path, every: int) -> None:
         self._run_folder, self._every = run_folder, every
         self._groups: list[Group] = []
+        self._before: list[Group] = []
         self._all = False
 
-    def begin(self, version: Version) -> list[Group]:
-        """version: that the groups to come will publish. Returns those of the version before, for the caller to hold
-        until a device computes: it takes time to free them."""
-        before, self._groups = self._groups, []
+    def begin(self, version: Version) -> None:
+        """version: that the groups to come will publish"""
+        self._before, self._groups = self._groups, []
         self._folder = folder_of(self._run_folder, version)
         self._all = self._every > 0 and version % self._every == 0
-        return before
+
+    def forget_before(self) -> None:
+        """Forget the groups of the version before. To free them takes a while, best while a device computes."""
+        self._before = []
 
     def add(self, groups: Sequence[Group]) -> None:
         """Take the groups of one claim."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from torch import Tensor
@@ -34,14 +34,7 @@ from asyncrl.learner.data.shared_prompts import repeated_lengths
 from asyncrl.learner.models.networks import blueprint, counts_prompts_once
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
-from asyncrl.learner.training.passes import (
-    Begun,
-    Inspect,
-    LearningModel,
-    LocalModel,
-    Objective,
-    unnoticed,
-)
+from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective
 from asyncrl.learner.training.requirements import first_policy_version, norm_tokens, steps_per_version
 from asyncrl.telemetry.metrics import Metrics, Sum
 from asyncrl.telemetry.spans import Spans
@@ -102,6 +95,10 @@ class Trainable:
         return learning_rate(step, steps, self.optimizer)
 
 
+def unnoticed() -> None:
+    """For `Accumulator.add`."""
+
+
 class Accumulator:
     """Collective: every method, also on ranks without rollouts.
 
@@ -136,10 +133,14 @@ class Accumulator:
         self._metrics = Metrics()
 
     def add(
-        self, batch: MicroBatch | None, version: Version, number: int = 0, begun: Begun = unnoticed
+        self,
+        batch: MicroBatch | None,
+        version: Version,
+        number: int = 0,
+        begun: Callable[[], None] = unnoticed,
     ) -> None:
         """Add the gradient of a batch, None where this rank has no groups. Raises NonFiniteGroups as `step`, for
-        batches added before this one."""
+        batches added before this one. begun: called when the passes begin"""
         learning = self._learning(version)
         with self._spans("compute/pack"):
             if batch is not None:
@@ -154,8 +155,7 @@ class Accumulator:
         with self._spans("wait/ranks"):
             every = self._backend.exchange([needed, sorted(self._bad)])
         self._require_finite((bad for _, bad in every), number)
-        if self._config.learner.parallel.pipeline > 1:
-            begun()  # only the ranks of the last stage compute losses
+        begun()
         for trainable, some, rollouts, *passes in zip(
             learning, divided, counting, *(n for n, _ in every), strict=True
         ):
@@ -167,9 +167,7 @@ class Accumulator:
                     )
             with self._spans("compute/forward_backward"):
                 inspect = self._inspect(version) if trainable.name == POLICY else None
-                trainable.model.learn(
-                    trainable.objective, micro_batches, max(passes), version, inspect, begun
-                )
+                trainable.model.learn(trainable.objective, micro_batches, max(passes), version, inspect)
             if trainable.name == POLICY and some is not None:
                 self._metrics.merge([_passed(micro_batches, self._shares)])
             self._take_results(trainable, wait=False)

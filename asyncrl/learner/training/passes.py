@@ -30,14 +30,6 @@ PADDING = MicroBatch.empty().with_columns(weight=torch.zeros(1), selected=torch.
 Inspect = Callable[[MicroBatch, Tensor], None]
 """Called with each micro-batch and the model's first output for it."""
 
-Begun = Callable[[], None]
-"""Called, once or more, when the first forward of some groups is made, or queued on the device: from then on other
-threads disturb the least."""
-
-
-def unnoticed() -> None:
-    """For `Begun`."""
-
 
 class Objective(Protocol):
     """(batch, *outputs of the model, version=) → (a sum to differentiate, metrics), on the CPU; `total`, the sum alone,
@@ -94,7 +86,6 @@ class LearningModel(Protocol):
         passes: int,
         version: Version,
         inspect: Inspect | None = None,
-        begun: Begun = unnoticed,
     ) -> None:
         """Add the gradient of the objective on this rank's micro-batches. passes: the largest number of them on any
         rank."""
@@ -125,9 +116,8 @@ class LocalModel:
         passes: int,
         version: Version,
         inspect: Inspect | None = None,
-        begun: Begun = unnoticed,
     ) -> None:
-        self._passes.append(Passes(self._model, objective, batches, passes, version, inspect, begun))
+        self._passes.append(Passes(self._model, objective, batches, passes, version, inspect))
 
     def take_results(self, wait: bool) -> PassResult:
         done = [each for each in self._passes if wait or each.done]
@@ -163,17 +153,14 @@ class Passes:
         passes: int,
         version: Version,
         inspect: Inspect | None = None,
-        begun: Begun = unnoticed,
     ) -> None:
-        self._objective, self._version = objective, version
-        self._inspect, self._begun = inspect, begun
+        self._objective, self._version, self._inspect = objective, version, inspect
         self._batches = [*batches, *[_padding(batches)] * (passes - len(batches))]
         self._found: list[tuple[Tensor, list[Tensor]]] = []  # by micro-batch: the sum, the model's outputs
         self._mark = Mark(CPU)
         model.accumulate(self._batches, self._total)
 
     def _total(self, batch: MicroBatch, *outputs: Tensor) -> Tensor:
-        self._begun()
         total = self._objective.total(batch, *outputs, version=self._version)
         self._found.append((on_host(total), [on_host(values) for values in outputs]))
         self._mark = Mark(total.device)

@@ -17,7 +17,7 @@ exactly like the stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -33,9 +33,9 @@ from asyncrl.learner.checks.logprob_check import LogprobGap, LogprobGate
 from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.reporting.batch_metrics import batch_metrics, end_metrics, ready_metrics, version_values
 from asyncrl.learner.training import requirements
-from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep
+from asyncrl.learner.training.accumulator import Accumulator, OptimizerStep, unnoticed
 from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
-from asyncrl.learner.training.passes import Begun, LearningModel, unnoticed
+from asyncrl.learner.training.passes import LearningModel
 from asyncrl.telemetry.metrics import Metrics
 from asyncrl.telemetry.spans import Spans
 from asyncrl.types import WITHOUT_STEPS, Array, Group, Version
@@ -86,11 +86,11 @@ class VersionStep(ABC):
         groups: Sequence[Group],
         version: Version,
         packed: MicroBatch | None = None,
-        begun: Begun = unnoticed,
+        begun: Callable[[], None] = unnoticed,
     ) -> None:
         """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does.
 
-        packed: the same groups, where they are packed already.
+        packed: the same groups, where they are packed already · begun: called when the first passes begin.
         """
         if packed is None and groups:
             with self._spans("compute/pack"):
@@ -107,7 +107,7 @@ class VersionStep(ABC):
             self._metrics.merge([end_metrics(groups), batch_metrics(scored, version)])
 
     @abstractmethod
-    def _take(self, scored: MicroBatch | None, version: Version, begun: Begun) -> None:
+    def _take(self, scored: MicroBatch | None, version: Version, begun: Callable[[], None]) -> None:
         """Take the groups of one claim, None where this rank has none."""
 
     @abstractmethod
@@ -192,7 +192,7 @@ class VersionStep(ABC):
 class Streaming(VersionStep):
     """Every claim is trained on as it arrives; one optimizer step when the last one is in."""
 
-    def _take(self, scored: MicroBatch | None, version: Version, begun: Begun) -> None:
+    def _take(self, scored: MicroBatch | None, version: Version, begun: Callable[[], None]) -> None:
         columns, parts = requirements.columns(self._config), requirements.parts(self._config)
         scored = scored and scored.completed(columns, parts)
         batch, measured = self._experience.ready(scored, version, self.controls)
@@ -210,7 +210,7 @@ class WholeBatch(VersionStep):
         super()._begin()
         self._claims: list[MicroBatch] = []
 
-    def _take(self, scored: MicroBatch | None, version: Version, begun: Begun) -> None:
+    def _take(self, scored: MicroBatch | None, version: Version, begun: Callable[[], None]) -> None:
         begun()
         if scored is not None:
             self._claims.append(scored)

@@ -14,7 +14,7 @@
     generator  lease      submit, trained (admission moves), give_back or an expired lease, claim (room),
                           a grant to a client that is not connected any more
     stage      lease      commit, or the columns of earlier stages; give_back or an expired lease
-    learner    claim      commit, or the last column;  trained, for a rank that is a step ahead
+    learner    claim      commit, or the last column; trained, or the claim of rank 0, for a rank that is a step ahead
     anyone     lookup     post
     all of them           finish, or their own wait_s
 

@@ -23,7 +23,7 @@ from asyncrl.queue.broker.stream import (
 )
 from asyncrl.queue.ledger import generator_commands, learner_commands
 from asyncrl.queue.ledger.ledger import Ledger
-from asyncrl.queue.ledger.state.tasks import State
+from asyncrl.queue.ledger.state.tasks import TAKEN, State
 from asyncrl.queue.protocol import requests as rq
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.storage.records import Closed, Posted
@@ -147,7 +147,7 @@ def peek(queue: QueueState, request: rq.PeekRequest, context: Context) -> Reply:
         "worker": lease.worker.rsplit("/", 1)[0] if lease else None,
         "since_s": context.now - lease.at if lease else None,
     }
-    made = task.state in (State.READY, State.CLAIMED, State.RECORDED) and not task.lost
+    made = (task.state is State.READY or task.state in TAKEN) and not task.lost
     return Reply(*groups_reply(stream.contents([request.ordinal]) if made else [], value))
 
 
@@ -321,7 +321,7 @@ def claim(queue: QueueState, request: rq.ClaimRequest, context: Context) -> Repl
         "so_far": claimed.so_far,
         "attempt": claimed.attempt,
         "ahead": claimed.ahead,
-        "share": len(claimed.ordinals),
+        "share": claimed.ordinals,
     }
     return Reply(*groups_reply(stream.contents(claimed.ordinals[request.received :]), value))
 

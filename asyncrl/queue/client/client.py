@@ -390,7 +390,7 @@ class QueueClient:
         if answer.value is None:
             return None
         value, got = answer.value, read_groups(answer.value, answer.frames)
-        while received + got.count < value["share"]:
+        while received + got.count < len(value["share"]):
             got.add(await self._next_part(request, value["attempt"], received + got.count))
         if got.corrupt and value["ahead"]:
             raise RefusedError("abandoned", f"step {step} will begin without {got.corrupt}")
@@ -398,8 +398,8 @@ class QueueClient:
             at = {"learner_epoch": learner_epoch, "step": step, "attempt": value["attempt"]}
             await self.abandon(stream, **at, dropped=list(got.corrupt), reason=CORRUPT)
             raise RefusedError("abandoned", f"step {step} begins anew without {got.corrupt}")
-        about = (value["last"], value["so_far"], value["attempt"], value["ahead"])
-        return Claim(got.groups, *about, got.stamps, got.workers)
+        about = {name: value[name] for name in ("last", "so_far", "attempt", "ahead")}
+        return Claim(got.groups, **about, ordinals=value["share"], stamps=got.stamps, workers=got.workers)
 
     async def _next_part(self, request: rq.ClaimRequest, attempt: int, count: int) -> Received:
         """Further groups of a claim whose first `count` groups are here."""

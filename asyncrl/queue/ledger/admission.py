@@ -87,6 +87,6 @@ def _waited_for(state: LedgerState, rank: int) -> bool:
 
 def _has_room(state: LedgerState) -> bool:
     assert state.settings is not None
-    if state.tasks.in_stock + state.steps.ahead >= state.settings.depth:
+    if state.tasks.in_stock + len(state.ahead) >= state.settings.depth:
         return False
     return state.usage.live + state.reserved + state.usage.group <= state.settings.max_bytes

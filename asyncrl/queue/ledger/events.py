@@ -196,8 +196,8 @@ class StepClaimed(NamedTuple):
 
 
 class ClaimedAhead(NamedTuple):
-    """The first claim of step `step`, the one after the running step, whose claims are all made. It is recorded: the
-    step will make this claim before any other."""
+    """The first claim of step `step`, the one after the running step, whose claims are all made. Its groups are AHEAD
+    until that step makes this claim, before any other."""
 
     step: int
     shares: tuple[tuple[int, ...], ...]

@@ -59,7 +59,7 @@ def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
             return None
         ledger.apply(event)
     claimed = steps.claims[index]
-    if ledger.has_lost(claimed.shares[rank]):
+    if ledger.has_lost(claimed.shares[rank][request.received :]):
         ledger.apply(ev.StepAbandoned(step, (), LOST))
         raise RefusedError("abandoned", f"groups of step {step} are lost, it has begun anew, at claim 0")
     later = sum(len(share) for each in steps.claims[index + 1 :] for share in each.shares)
@@ -67,19 +67,23 @@ def claim(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
 
 
 def _claim_ahead(ledger: Ledger, request: rq.ClaimRequest) -> Claimed | None:
-    """The rank's share of the first claim of the next step, if that is known; rank 0 makes it known."""
-    steps, step, rank = ledger.state.steps, request.step, request.rank
-    if step != steps.version + 1 or request.index > 0 or request.whole:
-        return None
+    """The rank's share of the first claim of the next step, if that is made. Rank 0 alone makes it: the request of each
+    waiting rank is tried whenever a group comes."""
+    state, step, rank = ledger.state, request.step, request.rank
+    steps = state.steps
     if request.attempt not in (None, steps.attempt):
         raise RefusedError("abandoned", f"step {steps.version} has begun anew, and with it step {step}")
+    if step != steps.version + 1 or request.index > 0 or request.whole or not steps.complete:
+        return None
     if step not in steps.replay and rank == 0:
-        event = claim_ahead(ledger.state, request.max_tokens)
+        event = claim_ahead(state, request.max_tokens)
         if event is not None:
             ledger.apply(event)
-    if step not in steps.replay:
+    if not state.ahead:
         return None
     first = steps.replay[step].claims[0]
+    if ledger.has_lost(first.shares[rank][request.received :]):
+        return None  # it is refused once the step runs
     return Claimed(first.shares[rank], first.last, sum(map(len, first.shares)), steps.attempt, ahead=True)
 
 

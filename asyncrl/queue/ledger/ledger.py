@@ -8,7 +8,7 @@
        │                  └──────────────▸ DROPPED(reason) ◂────┘                  drain, finish: DROPPED
        └──────── lost, or too old after a rewind ◂── READY, CLAIMED, RECORDED
 
-A claim ahead makes READY groups RECORDED for the step after the running one.
+A claim of the step after the running one makes READY groups AHEAD, which that step claims as they are.
 
 Commands check a request and refuse it (RefusedError) or turn it into events; `apply` is the only thing that
 mutates. Times are seconds of whatever clock the caller passes as `now`.
@@ -94,7 +94,7 @@ class Ledger:
             return
         if frontier is not None:
             # Lost groups cannot be handed out again; the rest of the running step can.
-            if self.has_lost(state.steps.claimed_ordinals()):
+            if self.has_lost([*state.steps.claimed_ordinals(), *state.ahead]):
                 self.apply(ev.StepAbandoned(state.steps.version, (), LOST))
             forked = max(max(state.lineage, frontier.lineage) + 1, lineage)
             rewind = ev.SteppedBack if self._kept_since(frontier, settings) else ev.Rewound
@@ -185,7 +185,7 @@ class Ledger:
             "ready": len(tasks.ready),
             **self._ages(),
             "lacking_columns": len(tasks.partial),
-            "claimed": state.steps.claimed,
+            "claimed": state.steps.claimed + len(state.ahead),
             "recorded": state.steps.recorded,
             "trained": tasks.ranks.trained_total,
             "dropped": sum(tasks.dropped.values()),

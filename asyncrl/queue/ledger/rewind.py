@@ -3,8 +3,8 @@
     step_back     the steps since a checkpoint are recorded: each will be claimed again as it was
     reset         nothing of them is kept: their tasks are done again
     unclaim       the running step is taken apart, and with it what is recorded for later, which has not happened now
-    restock       a group that was claimed or recorded: ready again if the bound still lets it be, else its task is done
-                  again
+    restock       a group that was claimed, ahead or recorded: ready again if the bound still lets it be, else its task
+                  is done again
     unrecord      what is recorded for later steps has not happened now; the running one goes on
     recover       bytes of some groups are lost: these are made again, except that a learner which has got its groups
                   may go on with them
@@ -15,6 +15,8 @@ admitted under min(held, v). Recorded steps repeat a history whose groups were a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncrl.queue.ledger import events as ev
 from asyncrl.queue.ledger.admission import admitted_below
 from asyncrl.queue.ledger.state.leases import Leases
@@ -22,7 +24,7 @@ from asyncrl.queue.ledger.state.ledger_state import LedgerState
 from asyncrl.queue.ledger.state.sizes import ByteUsage, LengthBias
 from asyncrl.queue.ledger.state.stages import Stages
 from asyncrl.queue.ledger.state.steps import RetainedStep, RetainedSteps, Steps
-from asyncrl.queue.ledger.state.tasks import OrdinalIndex, State, Tasks
+from asyncrl.queue.ledger.state.tasks import TAKEN, OrdinalIndex, State, Tasks
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.types import Version
 
@@ -47,8 +49,9 @@ def reset(state: LedgerState, e: ev.Rewound) -> None:
 def step_back(state: LedgerState, e: ev.SteppedBack) -> None:
     steps, at = state.steps, e.frontier.version
     state.open(e.settings, e.learner_epoch, e.opener)
+    ahead = state.ahead
     steps.replay = _recorded(steps, steps.retained.fork(e.lineage, at))
-    _take_back(state, e.frontier)
+    _take_back(state, e.frontier, ahead)
     state.lineage, steps.version = e.lineage, at
     steps.published = dict(e.frontier.published)
     state.return_leases()
@@ -69,10 +72,7 @@ def unclaim(state: LedgerState) -> list[int]:
 
 
 def unrecord(state: LedgerState) -> list[int]:
-    """Returns what was recorded for later steps, which will not be claimed so. A rank that has it ahead must not train
-    on it: the attempt is another one."""
     steps = state.steps
-    steps.attempt += 1
     later = [step for version, step in steps.replay.items() if version != steps.version]
     ordinals = sorted(ordinal for step in later for ordinal in step.ordinals())
     steps.replay = {version: step for version, step in steps.replay.items() if version == steps.version}
@@ -102,7 +102,7 @@ def recover(state: LedgerState, e: ev.Recovered) -> None:
         if task.state is State.READY:
             state.leave_ready(ordinal, task)
             state.unmake(ordinal)
-        elif task.state in (State.CLAIMED, State.RECORDED):
+        elif task.state in TAKEN:
             task.lost = True
         else:
             state.forget_progress(ordinal)
@@ -124,8 +124,9 @@ def _recorded(steps: Steps, trained: dict[Version, RetainedStep]) -> dict[Versio
     return replay
 
 
-def _take_back(state: LedgerState, frontier: Frontier) -> None:
-    """Their groups have not ended any more; all else that has ended since was dropped, and stays so."""
+def _take_back(state: LedgerState, frontier: Frontier, ahead: Sequence[int]) -> None:
+    """Their groups have not ended any more; all else that has ended since was dropped, and stays so. ahead: groups
+    that were claimed ahead"""
     steps, tasks = state.steps, state.tasks
     again = {ordinal: task for step in steps.replay.values() for ordinal, task in step.records.items()}
     trained = again.keys() | set(frontier.trained)
@@ -139,7 +140,7 @@ def _take_back(state: LedgerState, frontier: Frontier) -> None:
     for step in steps.replay.values():
         step.records = {}
     tasks.records.update(again)
-    for ordinal in steps.claimed_ordinals():
+    for ordinal in [*steps.claimed_ordinals(), *ahead]:
         task = again[ordinal] = tasks.records[ordinal]
         state.usage.retain(task.nbytes)
     for task in again.values():

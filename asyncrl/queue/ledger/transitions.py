@@ -174,7 +174,7 @@ def _step_claimed(state: LedgerState, e: ev.StepClaimed) -> None:
             task = state.tasks.records[ordinal]
             if task.state is State.RECORDED:
                 state.use_again(task)
-            else:
+            elif task.state is State.READY:
                 state.leave_ready(ordinal, task)
             task.state = State.CLAIMED
     state.tasks.move_head()
@@ -186,7 +186,7 @@ def _claimed_ahead(state: LedgerState, e: ev.ClaimedAhead) -> None:
     for ordinal in recorded.ordinals():
         task = state.tasks.records[ordinal]
         state.leave_ready(ordinal, task)
-        state.record(task)
+        task.state = State.AHEAD
     state.tasks.move_head()
 
 

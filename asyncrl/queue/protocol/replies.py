@@ -68,8 +68,9 @@ class Opened:
 class Claim:
     """This rank's groups of one claim. last: the step is complete. so_far: the step's groups so far.
 
-    attempt: goes with the step's further claims · ahead: the step before still runs · stamps: of each group's columns ·
-    workers: that made the groups; empty where that was before the broker started
+    attempt: goes with the step's further claims · ahead: the step before still runs · ordinals: of all its groups, also
+    those that were received before · stamps: of each group's columns · workers: that made the groups; empty where that
+    was before the broker started
     """
 
     groups: list[Group]
@@ -77,6 +78,7 @@ class Claim:
     so_far: int
     attempt: int = 0
     ahead: bool = False
+    ordinals: Sequence[int] = ()
     stamps: Sequence[Stamps] = ()
     workers: Sequence[str] = ()
 

@@ -15,6 +15,7 @@ from learner_cases import random_group, rollout, tiny_model
 from asyncrl.config.schema import CheckpointConfig, Config, QueueConfig, RunConfig
 from asyncrl.config.sections.tasks import MAIN
 from asyncrl.device.turns import DeviceTurn
+from asyncrl.errors import RefusedError
 from asyncrl.learner.backends.fsdp.fsdp import FsdpBackend
 from asyncrl.learner.checkpoint import Checkpoints, to_resume
 from asyncrl.learner.startup import open_trainer
@@ -50,6 +51,7 @@ class FakeQueue:
     dropped: list[int] = field(default_factory=list)  # rising
     evals: list[Group] = field(default_factory=list)
     eval_tasks: int = 0
+    ahead: bool = True  # whether a step's first claim comes while the one before runs
     version: int | None = None  # of the running step, once one was claimed
     moved: threading.Condition = field(default_factory=threading.Condition)
 
@@ -62,21 +64,36 @@ class FakeQueue:
             self.batch, self.even_tokens = settings.groups_per_version, settings.even_tokens
         return Opened(learner_epoch=7, lineage=1 if snapshot else 0, version=0)
 
-    def claim(self, stream: str, *, step: int, index: int, wait_s: float, **_: Any) -> Claim | None:
-        """That of a later step waits."""
+    def claim(
+        self,
+        stream: str,
+        *,
+        step: int,
+        index: int,
+        wait_s: float,
+        attempt: int | None,
+        received: int,
+        ahead: bool,
+        **_: Any,
+    ) -> Claim | None:
+        """That of a later step waits, but for the first claim of the next one if they come `ahead`."""
         with self.moved:
             self.version = step if self.version is None else self.version
-            if not self.moved.wait_for(lambda: step <= (self.version or 0), wait_s):
+            early = self.ahead and ahead and step == self.version + 1
+            if not early and not self.moved.wait_for(lambda: step <= (self.version or 0), wait_s):
                 return None
-        self.on_claim(step, index)
+        if not received:
+            self.on_claim(step, index)
         ordinal = step * self.batch + index + self.rejected
         for dropped in self.dropped:
             ordinal += dropped <= ordinal
         if ordinal >= self.dry_from:
             return None
-        group = self.make(ordinal)
-        last, attempt = index == self.batch - 1, len(self.of("abandon"))
-        return Claim([group], last, index + 1, attempt, workers=["worker g0"])
+        last, now = index == self.batch - 1, len(self.of("abandon"))
+        if attempt not in (None, now):
+            raise RefusedError("abandoned", f"step {step} has begun anew")
+        groups, workers = [self.make(ordinal)][received:], ["worker g0"][received:]
+        return Claim(groups, last, index + 1, now, early, [ordinal], workers=workers)
 
     def trained(self, stream: str, *, learner_epoch: int, step: int, waited: float | None = None) -> Trained:
         assert waited is not None

@@ -61,6 +61,7 @@ class Observer:
         self.claims: list[ev.StepClaimed] = []
         self.steps: dict[int, list[ev.StepClaimed]] = {}
         self.record: dict[int, list[ev.StepClaimed]] = {}
+        self.early: ev.StepClaimed | None = None  # the claim that came ahead, until its step makes it
         self.disturbed = False
 
     def observe(self, event: ev.Event) -> None:
@@ -101,7 +102,7 @@ class Observer:
             self.end(ordinal, how)
 
     def begin_anew(self) -> None:
-        self.claims, self.record, self.disturbed = [], {}, True
+        self.claims, self.record, self.early, self.disturbed = [], {}, None, True
 
     def forget_record(self) -> None:
         """Of later steps. The running one goes on if the learner may have all of it."""
@@ -123,8 +124,10 @@ class Observer:
         running = self.record.pop(current, [])
         self.record |= again
         self.record[current] = max(running, self.claims, key=len)
+        if self.early is not None:
+            self.record[self.early.step] = [self.early]
         self.start = {ordinal: min(start, version) for ordinal, start in self.start.items()}
-        self.claims, self.disturbed = [], True
+        self.claims, self.early, self.disturbed = [], None, True
 
     @property
     def recorded(self) -> set[int]:
@@ -135,12 +138,15 @@ class Observer:
 
     def head(self, taken: Sequence[int] = ()) -> int:
         """The lowest ordinal that nobody has claimed, nor is `taken` by the claim under way."""
-        gone = {*of(self.claims), *self.recorded, *self.ends, *taken}
+        early = [] if self.early is None else [self.early]
+        gone = {*of(self.claims), *of(early), *self.recorded, *self.ends, *taken}
         return next(o for o in range(self.known + 1) if o not in gone)
 
     def check_claim(self, event: ev.StepClaimed) -> None:
         """As it was recorded; else by the staleness bound and the window, one group after another."""
         recorded = self.record.get(event.step, [])
+        if self.early is not None and self.early.step == event.step:
+            recorded, self.early = [self.early], None
         if event.number < len(recorded):
             assert event == recorded[event.number]
             self.claims.append(event)
@@ -153,10 +159,11 @@ class Observer:
         """Of the step after one that has all its claims, and by the same bounds."""
         assert self.claims[-1].last
         assert event.step == self.claims[-1].step + 1
+        assert self.early is None
         assert not self.record.get(event.step)
         self.check_bounds(event)
         assert event.last == (len([*of([event])]) == self.stream.groups_per_version)
-        self.record[event.step] = [event]
+        self.early = event
 
     def check_bounds(self, event: ev.StepClaimed) -> None:
         taken = sorted(of([event]))
@@ -226,7 +233,7 @@ class Run(Observer):
         waited_for = max(stream.window, stream.groups_per_version if stream.max_staleness == 0 else 1)
         inside = self.rank(ordinal) < self.rank(self.head()) + waited_for
         assert state.tasks.in_stock <= stream.depth or (inside and self.disturbed)
-        assert state.tasks.in_stock + state.steps.ahead <= stream.depth or inside
+        assert state.tasks.in_stock + len(state.ahead) <= stream.depth or inside
         assert state.usage.live + state.reserved <= stream.max_bytes or inside
 
     def oldest(self, ordinal: int) -> int:
@@ -306,7 +313,7 @@ class Run(Observer):
     # ------------------------------------------------------------------ the learner
 
     def claim(self, n: int) -> None:
-        with may_refuse("complete"):
+        with may_refuse("complete", "abandoned"):
             index = len(self.ledger.state.steps.claims)
             self.ledger.claim(self.learner, self.step, index, 0, MAX_TOKENS, n % 2 == 0)
 
@@ -318,12 +325,13 @@ class Run(Observer):
             self.aheads[self.step + 1, rank] = claimed
 
     def confirm(self, n: int) -> None:
-        """A rank that got the step's first claim ahead wants to hear that it stands: it does, or is refused."""
+        """A rank that got the first claim ahead repeats it, mostly without its bytes. It stands, or is refused."""
         rank = n % self.stream.learners
         if (held := self.aheads.get((self.step, rank))) is None:
             return
         with may_refuse("abandoned"):
-            now = self.ledger.claim(self.learner, self.step, 0, rank, MAX_TOKENS, False, held.attempt)
+            at = (self.learner, self.step, 0, rank, MAX_TOKENS, False, held.attempt)
+            now = self.ledger.claim(*at, received=len(held.ordinals) if n % 4 else 0)
             assert now is not None
             assert now == held._replace(ahead=False)
 

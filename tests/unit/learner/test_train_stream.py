@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from learner_cases import random_group
 
-from asyncrl.config.schema import Config, LearnerConfig, RunConfig
+from asyncrl.config.schema import Config, LearnerConfig, QueueConfig, RunConfig
 from asyncrl.device.turns import DeviceTurn
-from asyncrl.errors import RefusedError
+from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.learner import train_stream
 from asyncrl.learner.checks.group_check import Fault, GroupCheck
+from asyncrl.learner.group_wait import counts_text
 from asyncrl.learner.train_stream import (
     GroupsRefused,
     LeaveLoop,
     NoGroups,
     StepRestarted,
     TrainStream,
-    _counts_text,
 )
 from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
@@ -188,7 +189,7 @@ def test_groups_are_checked_in_the_claims_thread() -> None:
 def test_a_wait_in_vain_tells_which_pool_has_groups() -> None:
     stages = {"reference": {"waiting": 3, "leased": 1}, "rewards": {"waiting": 0, "leased": 0}}
     places = {"pending": 0, "leased": 0, "ready": 0, "trained": 12, "dropped_by_reason": {}}
-    assert _counts_text({**places, "stages": stages}).endswith(
+    assert counts_text({**places, "stages": stages}).endswith(
         "; groups that wait for a pool: 4 reference, 0 rewards"
     )
 
@@ -263,7 +264,8 @@ class Recording(Dry):
         **_: Any,
     ) -> Claim | None:
         with self.moved:
-            about = ("ahead",) if ahead and step > self.version else ("again",) if received else ()
+            again = attempt is not None and index == 0
+            about = ("ahead",) if ahead and step > self.version else ("again",) if again else ()
             if (step, index, *about) not in self.asked:  # a wait in vain is repeated
                 self.asked.append((step, index, *about))
             self.moved.notify_all()
@@ -271,6 +273,8 @@ class Recording(Dry):
                 return self.ahead[step]
             if not self.moved.wait_for(lambda: step <= self.version, wait_s):
                 return None
+            if again and step in self.ahead and not self.answers:
+                return replace(self.ahead[step], groups=[], ahead=False)
         answer = self.answers.pop(0) if self.answers else Claim([], last=True, so_far=0)
         if isinstance(answer, Exception):
             raise answer
@@ -283,6 +287,11 @@ class Recording(Dry):
             self.moved.notify_all()
         return "counts"
 
+    def was_asked_now(self, step: int) -> None:
+        with self.moved:
+            self.asked.append((step, 0, "ahead"))
+            self.moved.notify_all()
+
     def was_asked(self, *request: Any) -> None:
         """Waits for it."""
         with self.moved:
@@ -290,7 +299,8 @@ class Recording(Dry):
 
 
 def ahead_of(*groups: Group, last: bool = True) -> Claim:
-    return Claim([*groups], last, len(groups), 0, ahead=True, workers=["g"] * len(groups))
+    ordinals = [group.task.ordinal for group in groups]
+    return Claim([*groups], last, len(groups), 0, True, ordinals, workers=["g"] * len(groups))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -300,7 +310,7 @@ def test_the_first_claim_of_a_step_is_requested_while_the_one_before_is_computed
     stream = stream_of(queue, queue.config)
     for step in range(3):
         for _ in stream.step(step):
-            stream.go_on()
+            stream.request_following()
             if step < 2:
                 queue.was_asked(step + 1, 0, "ahead")
         report = stream.report(step)
@@ -335,6 +345,7 @@ def test_a_step_whose_claim_is_there_begins_before_the_report_is_answered() -> N
     assert report is not None
     assert report.result(10.0).counts == "counts"
     assert list(running) == []
+    queue.was_asked(2, 0, "ahead")
     stream.close()
     assert queue.asked.index("trained") < queue.asked.index((2, 0, "ahead"))
     assert queue.asked.count((1, 0, "again")) == 1
@@ -380,7 +391,7 @@ def test_ranks_confirm_a_claim_together_if_it_came_ahead_to_one_of_them() -> Non
 
         def exchange(self, mine: Any) -> list[Any]:
             self.exchanged += 1
-            return [mine, [0, self.exchanged == 1, False, "", False, []]]
+            return [mine, [0, True, False, "", False, []] if self.exchanged == 1 else ""]
 
     queue = Full()
     stream = stream_of(queue, queue.config)
@@ -415,6 +426,106 @@ def test_a_group_of_a_claim_that_came_ahead_is_dropped_once_the_step_runs() -> N
     assert ("dropped", 4) in queue.asked
 
 
+def test_the_repetition_of_a_claim_that_came_ahead_is_repeated_until_the_step_runs() -> None:
+    """The report is late: the first repetition waits in vain. What follows is requested behind it, also where the claim
+    is the step's last."""
+
+    class Late(Recording):
+        vain = 0
+
+        def claim(self, stream: str, *, step: int, index: int, attempt: int | None, **about: Any) -> Any:
+            if (step, index, self.vain) == (1, 0, 0) and attempt is not None:
+                self.vain = 1
+                return None
+            return super().claim(stream, step=step, index=index, attempt=attempt, **about)
+
+    queue = Late()
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    stream.report(0)
+    assert len(list(stream.step(1))) == 1
+    assert queue.vain == 1
+    queue.was_asked(2, 0, "ahead")
+    stream.close()
+
+
+def test_a_queue_that_does_not_run_the_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report reaches it."""
+    monkeypatch.setattr(train_stream, "PARK_S", 0.01)
+    queue = Recording()
+    queue.ahead[1] = ahead_of(random_group(4))
+    config = replace(queue.config, queue=QueueConfig(deadline_s=0.05))
+    stream = stream_of(queue, config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    with pytest.raises(
+        DeadlineError, match=r"rank 0 waited .* for the queue: the first claim of step 1, once more"
+    ):
+        list(stream.step(1))
+    stream.close()
+
+
+def test_a_step_that_the_queue_began_with_other_groups_is_restarted() -> None:
+    """It came back with an older journal, and has made another claim of this step."""
+    queue = Recording()
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    queue.ahead[1] = ahead_of(random_group(5))
+    stream.report(0)
+    with pytest.raises(StepRestarted):
+        list(stream.step(1))
+    stream.close()
+
+
+def test_the_device_is_not_given_away_before_the_optimizer_step() -> None:
+    """The claim that came ahead is the step's last, and the queue counts it late: a generator that wants the device has
+    to wait, since nothing takes it back before the step."""
+    computing = threading.Event()
+
+    class Turn(DeviceTurn):
+        def offer_until(self, request: Any) -> None:
+            assert not computing.is_set(), "the device was offered"
+
+    queue = Recording()
+    queue.ahead[1] = ahead_of(random_group(4))
+    stream = stream_of(queue, queue.config, Turn.always())
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    running = stream.step(1)
+    next(running)
+    computing.set()
+    stream.request_following()
+    queue.was_asked(1, 0, "again")
+    stream.report(0)
+    assert list(running) == []
+    stream.close()
+
+
+def test_a_group_that_cannot_be_read_ahead_is_not_requested_again_before_the_step_runs() -> None:
+    class Corrupt(Recording):
+        refusals = 0
+
+        def claim(self, stream: str, *, step: int, ahead: bool, **about: Any) -> Any:
+            if ahead and step > self.version:
+                self.refusals += 1
+                super().was_asked_now(step)
+                raise RefusedError("abandoned", "step 1 will begin without [4]")
+            return super().claim(stream, step=step, ahead=ahead, **about)
+
+    queue = Corrupt()
+    stream = stream_of(queue, queue.config)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    stream.report(0)
+    assert list(stream.step(1)) == [([], None)]
+    stream.close()
+    assert queue.refusals <= 2  # of step 1, and of step 2
+
+
 def test_a_report_that_failed_is_raised_where_it_is_waited_for() -> None:
     class Fenced(Recording):
         def trained(self, stream: str, *, step: int, **_: Any) -> str:
@@ -439,9 +550,10 @@ def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> Non
     stream.close()
 
 
-def test_a_request_ahead_that_has_waited_in_vain_is_made_again() -> None:
+@pytest.mark.parametrize("answer", [None, RefusedError("abandoned")], ids=["in vain", "refused"])
+def test_a_request_ahead_without_a_claim_is_made_again(answer: Any) -> None:
     queue = Recording()
-    queue.answers = [Claim([], last=True, so_far=0), None]
+    queue.answers = [Claim([], last=True, so_far=0), answer]
     stream = stream_of(queue, queue.config)
     list(stream.step(0))
     stream.report(0)
@@ -452,13 +564,11 @@ def test_a_request_ahead_that_has_waited_in_vain_is_made_again() -> None:
 
 def test_a_step_that_begins_anew_does_not_keep_the_refused_request() -> None:
     queue = Recording()
-    queue.answers = [Claim([], last=True, so_far=0), RefusedError("abandoned")]
+    queue.answers = [RefusedError("abandoned")]
     stream = stream_of(queue, queue.config)
-    list(stream.step(0))
-    stream.report(0)
     with pytest.raises(StepRestarted):
-        next(stream.step(1))
-    assert list(stream.step(1)) == [([], None)]
+        next(stream.step(0))
+    assert list(stream.step(0)) == [([], None)]
     stream.close()
 
 

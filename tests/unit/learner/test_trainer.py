@@ -31,7 +31,6 @@ from asyncrl.learner.reporting import report
 from asyncrl.learner.reporting.utilization import even_tokens
 from asyncrl.learner.train_stream import StepRestarted, TrainStream
 from asyncrl.learner.trainer import MAX_REFUSED
-from asyncrl.queue.protocol.replies import Claim
 from asyncrl.queue.protocol.settings import Frontier
 from asyncrl.queue.wire import wire
 from asyncrl.telemetry.sinks import read_rows
@@ -492,11 +491,6 @@ def test_a_version_begins_before_the_report_of_the_last_one_is_answered_and_its_
     begun = threading.Event()
 
     class Slow(FakeQueue):
-        def claim(self, stream: str, *, step: int, index: int, attempt: int | None, **about: Any) -> Any:
-            if (step, index, attempt) == (1, 0, None):
-                return Claim([self.make(2)], False, 1, 0, ahead=True, workers=["g"])
-            return super().claim(stream, step=step, index=index, attempt=attempt, **about)
-
         def trained(self, stream: str, *, step: int, **about: Any) -> Any:
             assert step != 0 or begun.wait(20.0), "version 2 waited for the answer"
             return super().trained(stream, step=step, **about)
@@ -510,7 +504,15 @@ def test_a_version_begins_before_the_report_of_the_last_one_is_answered_and_its_
             begun.set()
         add(groups, version, *about, **more)
 
+    publish = case.publisher.publish
+
+    def published(version: int) -> Any:
+        if version == 1:
+            case.trainer.stream._ahead[1].result(20.0)  # type: ignore[index]
+        return publish(version)
+
     case.trainer.version_step.add = noticed  # type: ignore[method-assign]
+    case.publisher.publish = published  # type: ignore[method-assign]
     case.trainer.run()
     assert versions_with_a_row(case.folder) == [1, 2, 3]
 
@@ -525,3 +527,35 @@ def test_a_version_has_its_row_before_it_is_saved(tmp_path: Path) -> None:
 
     Case(small_config(tmp_path, checkpoint=CheckpointConfig(every=2)), Watched()).trainer.run()
     assert seen[-2:] == [[1, 2], [1, 2, 3]]
+
+
+def test_a_version_whose_successor_has_no_groups_yet_has_its_row_at_once(tmp_path: Path) -> None:
+    case = Case(small_config(tmp_path), FakeQueue(ahead=False))
+    take = case.trainer._take_groups
+    seen = []
+
+    def noticed() -> list[Group]:
+        seen.append(versions_with_a_row(case.folder))
+        return take()
+
+    case.trainer._take_groups = noticed  # type: ignore[method-assign]
+    case.trainer.run()
+    assert seen == [[], [1], [1, 2]]
+
+
+def test_an_error_leaves_the_row_of_the_last_version(tmp_path: Path) -> None:
+    """It comes before the first claim of version 2 is computed, with which the row would be written."""
+    case = Case(small_config(tmp_path), FakeQueue())
+    add = case.trainer.version_step.add
+
+    def failing(groups: Any, version: int, *about: Any, **more: Any) -> None:
+        if version == 1:
+            if case.trainer.row is not None:
+                case.trainer.row.report.result(20.0)
+            raise MemoryError
+        add(groups, version, *about, **more)
+
+    case.trainer.version_step.add = failing  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        case.trainer.run()
+    assert versions_with_a_row(case.folder) == [1]

@@ -47,7 +47,14 @@ class LedgerState:
     @property
     def dry(self) -> bool:
         """Nothing that could still be claimed."""
-        return not (self.tasks.to_come or self.tasks.ready or self.steps.recorded)
+        return not (self.tasks.to_come or self.tasks.ready or self.steps.recorded or self.ahead)
+
+    @property
+    def ahead(self) -> list[int]:
+        """Groups that were claimed ahead: for the next step or, until that is claimed, for the running one."""
+        steps = [self.steps.replay.get(self.steps.version + later) for later in (0, 1)]
+        ordinals = [o for step in steps if step is not None and not step.whole for o in step.ordinals()]
+        return [o for o in ordinals if self.tasks.records[o].state is State.AHEAD]
 
     @property
     def reserved(self) -> int:
@@ -137,12 +144,6 @@ class LedgerState:
         self.tasks.leave_ready(ordinal, task)
         if self.stages.by_name:
             self.stages.leave(ordinal, task)
-
-    def record(self, task: TaskRecord) -> None:
-        """A group is out of use until a recorded step claims it: its bytes are kept."""
-        task.state = State.RECORDED
-        self.steps.recorded += 1
-        self.usage.retain(task.nbytes)
 
     def use_again(self, task: TaskRecord) -> None:
         """A recorded group is back in use: its bytes count."""

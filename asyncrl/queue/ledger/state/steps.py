@@ -111,12 +111,6 @@ class Steps:
         return step is not None and step.whole and len(self.claims) == len(step.claims)
 
     @property
-    def ahead(self) -> int:
-        """Groups that were claimed ahead for the next step."""
-        following = self.replay.get(self.version + 1)
-        return 0 if following is None or following.whole else following.size
-
-    @property
     def complete(self) -> bool:
         """Whether the last claim of the running step is made."""
         return bool(self.claims) and self.claims[-1].last

@@ -31,9 +31,12 @@ class State(enum.Enum):
     LEASED = "leased"
     READY = "ready"  # committed, maybe without all the columns that a claim needs
     CLAIMED = "claimed"
-    RECORDED = (
-        "recorded"  # trained on a branch that a rewind left, or claimed ahead; its step claims it as it was
-    )
+    AHEAD = "ahead"  # claimed for the step after the running one
+    RECORDED = "recorded"  # trained on a branch that a rewind left; the same step claims it again
+
+
+TAKEN = frozenset({State.CLAIMED, State.AHEAD, State.RECORDED})
+"""States of groups that no other claim may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ class Tasks:
         """The lowest ordinal from `ordinal` on that is pending, leased or ready."""
         while ordinal < self.next:
             task = self.records.get(ordinal)
-            if task is not None and task.state is not State.CLAIMED and task.state is not State.RECORDED:
+            if task is not None and task.state not in TAKEN:
                 break
             ordinal += 1
         return ordinal

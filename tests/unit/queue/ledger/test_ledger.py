@@ -86,7 +86,7 @@ def test_a_claim_comes_ahead_once_the_running_step_has_all_its_groups() -> None:
     assert (early.ordinals, early.last, early.so_far, early.ahead) == ((2, 3), True, 2, True)
     assert ahead(ledger, 1) == early
     counts = ledger.counts(0.0)
-    assert (counts["ready"], counts["claimed"], counts["recorded"]) == (0, 2, 2)
+    assert (counts["ready"], counts["claimed"], counts["recorded"]) == (0, 4, 0)
     ledger.trained(LEARNER, 0)
     assert ledger.claim(LEARNER, 1, 0, 0, 100, False, early.attempt) == early._replace(ahead=False)
     ledger.trained(LEARNER, 1)
@@ -138,17 +138,51 @@ def test_what_was_claimed_ahead_comes_back_where_the_running_step_begins_anew() 
     assert claim(ledger, 1).ordinals == (3, 4)
 
 
-def test_a_claim_ahead_with_a_lost_group_does_not_stand() -> None:
-    """The broker comes back without the bytes of group 2. The learner, which has them, must not train on them: the
-    group is made again."""
-    ledger = with_ready(5, window=3)
+def test_a_claim_ahead_stands_without_its_bytes_for_a_rank_that_has_them() -> None:
+    """The broker comes back without the bytes of group 2, which is rank 0's. It has received them; rank 1 asks for its
+    own, which are there. A rank that asks for lost ones waits, and begins the step anew once that runs."""
+    for received in (1, 0):
+        ledger = with_ready(4, learners=2)
+        for rank in (0, 1):
+            claim(ledger, 0, rank=rank)
+        early = ahead(ledger, 1)
+        assert early.ordinals == (2,)
+        ledger.recover(0.0, [2])
+        assert (ahead(ledger, 1) is None, ahead(ledger, 1, rank=1).ordinals) == (True, (3,))
+        ledger.trained(LEARNER, 0)
+        again = (LEARNER, 1, 0, 0, 100, False, early.attempt)
+        if received:
+            assert ledger.claim(*again, received=1) == early._replace(ahead=False)
+            ledger.trained(LEARNER, 1)
+        else:
+            with refused("abandoned"):
+                ledger.claim(*again)
+            assert ledger.counts(0.0)["pending"] == 1
+
+
+def test_groups_that_are_claimed_ahead_keep_their_bytes_in_the_limit() -> None:
+    """Ten bytes a group: of 60 allowed, 40 are there, and so are those of two that are leased."""
+    ledger = opened(staleness=4, max_bytes=60, tasks=8)
+    commit(ledger, *lease(ledger, held=0, most=4))
+    claim(ledger, 0)
+    before = ledger.counts(0.0)["bytes"]
+    assert ahead(ledger, 1) is not None
+    assert (ledger.counts(0.0)["bytes"], ledger.counts(0.0)["retained_bytes"]) == (before, 0)
+
+
+def test_a_learner_that_comes_back_makes_a_claim_ahead_as_it_was() -> None:
+    ledger = with_ready(6)
+    start = ledger.frontier(LEARNER)
     claim(ledger, 0)
     early = ahead(ledger, 1)
-    ledger.recover(0.0, [2])
-    ledger.trained(LEARNER, 0)
-    with refused("abandoned"):
-        ledger.claim(LEARNER, 1, 0, 0, 100, False, early.attempt)
-    assert claim(ledger, 1).ordinals == (3, 4)
+    assert ledger.state.settings is not None
+    ledger.open(ledger.state.settings, start)
+    assert ledger.counts(0.0)["recorded"] == 4
+    at = (LEARNER + 1, 0, 0, 0, 100, False)
+    assert ledger.claim(*at).ordinals == (0, 1)
+    assert ledger.claim(LEARNER + 1, 1, 0, 0, 100, False, ahead=True) is None  # it is recorded
+    ledger.trained(LEARNER + 1, 0)
+    assert ledger.claim(LEARNER + 1, 1, 0, 0, 100, False).ordinals == early.ordinals
 
 
 def test_a_step_that_began_with_a_claim_ahead_moves_the_lead_as_any() -> None:
