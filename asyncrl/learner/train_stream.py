@@ -131,6 +131,7 @@ class TrainStream:
         self._versions = config.run.versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="reports")
+        self._under_way: Future[Reported] | None = None  # the last report of rank 0
         self._round = 0  # of beginnings of a step: requests of an earlier round are given up
         self._ahead: tuple[int, Future[Checked]] | None = (
             None  # a later step, and the request of its first claim
@@ -194,13 +195,19 @@ class TrainStream:
         """Begin to report a step as trained, which moves admission on. Returns the report of rank 0."""
         if self._backend.rank != 0:
             return None
-        return self._reports.submit(self._report, step, self._spans.share("wait/groups"))
+        self._under_way = self._reports.submit(self._report, step, self._spans.share("wait/groups"))
+        return self._under_way
 
     def _report(self, step: int, waited: float) -> Reported:
         """In the reports thread."""
         began = time.monotonic()
         counts = self._client.trained(TRAIN, learner_epoch=self._learner_epoch, step=step, waited=waited)
         return Reported(counts, time.monotonic() - began)
+
+    def _require_reported(self) -> None:
+        """Raise the error of a report that failed: the queue runs no further step then."""
+        if self._under_way is not None and self._under_way.done():
+            self._under_way.result()
 
     def leave_out(self, step: int, ordinals: Sequence[int]) -> None:
         """Collective: restart a step without these groups, which are not finite. Others replace them."""
@@ -282,6 +289,8 @@ class TrainStream:
             except RefusedError as refusal:
                 _not_abandoned(refusal)
                 return Checked()
+            except DeadlineError:  # nobody needs the queue yet
+                return Checked()
             if checked.claim is not None or self._round != round_ or self._stop.is_set():
                 return checked
 
@@ -299,6 +308,7 @@ class TrainStream:
                 if list(again.ordinals) != mine:
                     raise RefusedError("abandoned", f"step {step} has begun with other groups")
                 return
+            self._require_reported()
             waited_s = time.monotonic() - began
             if waited_s > self._queue_s:
                 who, what = (
@@ -382,6 +392,7 @@ class TrainStream:
                 what = f"a group for version {step + 1} (claim {index})"
                 waited_s = time.monotonic() - wait.began
                 raise NoGroups(who, "the generators", what, waited_s, wait.task_counts())
+            self._require_reported()
             self._idle()
             if claim is None:
                 (claim, faults, batch), refusal = self._result(self._request(step, index, attempt))

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,13 +71,19 @@ MAX_REFUSED = 100
 """Claims of one version whose groups have faults, after which the run ends: all generators make such groups then."""
 
 
+LAST_ROW_S = 5.0
+"""How long a run that ends on an error waits for the answer to its last report."""
+
+
 class UnwrittenRow(NamedTuple):
     """The metrics row of a version, until the report of its step is answered.
 
-    values: so far · spans: seconds of the version · rollouts, logprobs: for the rollout log
+    time: when it was published · values: so far · spans: seconds of the version · rollouts, logprobs: for the rollout
+    log
     """
 
     version: Version
+    time: float
     report: Future[Reported]
     values: Mapping[str, float]
     spans: Mapping[str, float]
@@ -209,7 +215,8 @@ class Trainer:
         if report_of_step is not None:
             spans = self.spans.take()
             values |= self.records.utilization.values(report.values, spans, readings)
-            self.row = UnwrittenRow(self.version, report_of_step, values, spans, rollouts, logprobs)
+            now = self.records.now()
+            self.row = UnwrittenRow(self.version, now, report_of_step, values, spans, rollouts, logprobs)
             if not self.stream.has_first_claim:  # generators have to make it first
                 self._write_row()
 
@@ -221,12 +228,12 @@ class Trainer:
         with self.spans("wait/queue"):
             trained, report_s = row.report.result()
         values = {**row.values, **self.publication.values(trained.stats), "queue/report_ms": 1e3 * report_s}
-        self.status.figures = self.records.write_version(row.version, trained, values, row.spans)
+        self.status.figures = self.records.write_version(row.version, trained, values, row.spans, row.time)
         self.records.write_rollouts(row.version, row.rollouts, row.logprobs)
 
     def _rescue_row(self) -> None:
         """Before the run ends on an error, which counts more than one of this row."""
-        if self.row is not None and self.row.report.done():
+        if self.row is not None and wait([self.row.report], LAST_ROW_S).done:
             with suppress(Exception):
                 self._write_row()
 

@@ -14,7 +14,7 @@ SHOWN = ("telemetry/", "observability/", "launch/views/")
 WRITTEN = {
     "cli/__init__.py": "the report of a rank that failed",
     "generator/gateway/gateway.py": "`created` of a reply",
-    "learner/reporting/report.py": "`began` of a version's row",
+    "learner/reporting/report.py": "`began` of a run, and `time` of a row",
     "queue/broker/trace_intake.py": "the moment from which a file of a trace goes on",
 }
 """Other files that write such times, and into what."""

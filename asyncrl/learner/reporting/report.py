@@ -91,10 +91,11 @@ class RunRecords:
         trained: Trained,
         values: Mapping[str, float],
         spans: Mapping[str, float],
+        published_at: float,
     ) -> dict[str, Any]:
-        """Write the row of the step that published `version`, and return it."""
+        """Write the row of the step that published `version`, and return it. published_at: see `now`"""
         row = step_row(version, values, spans, trained.depth, self._generators.update(trained.stats))
-        self.write(row)
+        self.write(row, published_at)
         return row
 
     def write_rollouts(self, version: Version, groups: Sequence[Group], logprobs: Sequence[Array]) -> None:
@@ -102,13 +103,18 @@ class RunRecords:
         if self._rollouts is not None:
             self._trackers.write_rollouts(version, self._rollouts.write(version, groups, logprobs))
 
+    @staticmethod
+    def now() -> float:
+        """The time of a row that is written later, in seconds since 1970."""
+        return round(time.time(), 3)
+
     def write_evaluation(self, evaluation: Evaluation) -> None:
         self.write({"version": evaluation.version, **evaluation.scores})
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Write a row of a version or of an evaluation, where the files are open."""
+    def write(self, row: Mapping[str, Any], at: float | None = None) -> None:
+        """Write a row of a version or of an evaluation, where the files are open. at: its time, if that is not now"""
         if self._rows is not None:
-            self._rows.write(row)
+            self._rows.write(row if at is None else {"time": at, **row})
             self._trackers.write(row)
 
     def write_summary(self, ended: str, dropped: Mapping[str, int] | None) -> None:

@@ -63,6 +63,11 @@ class Experience:
         if "squares" in needs(config.algorithm):
             self._models["sharper"] = lambda batch: backend.policy.predict(_at_half_temperature(batch))
 
+    @property
+    def predicts(self) -> bool:
+        """Whether `score` makes passes."""
+        return bool(self._models)
+
     def score(self, batch: MicroBatch | None) -> MicroBatch | None:
         """One claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
         policy's own log-probs before it moves. None, and returns None, if this rank has no groups."""

@@ -90,11 +90,13 @@ class VersionStep(ABC):
     ) -> None:
         """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does.
 
-        packed: the same groups, where they are packed already · begun: called when the first passes begin.
+        packed: the same groups, where they are packed already · begun: called, once or more, when passes begin.
         """
         if packed is None and groups:
             with self._spans("compute/pack"):
                 packed = MicroBatch.of(groups)
+        if self._experience.predicts:
+            begun()
         scored = self._experience.score(packed)
         self._take(scored, version, begun)
         # Behind the passes: a device has its work by now.

@@ -321,7 +321,8 @@ def claim(queue: QueueState, request: rq.ClaimRequest, context: Context) -> Repl
         "so_far": claimed.so_far,
         "attempt": claimed.attempt,
         "ahead": claimed.ahead,
-        "share": claimed.ordinals,
+        "share": len(claimed.ordinals),
+        "share_ordinals": claimed.ordinals,
     }
     return Reply(*groups_reply(stream.contents(claimed.ordinals[request.received :]), value))
 

@@ -390,16 +390,17 @@ class QueueClient:
         if answer.value is None:
             return None
         value, got = answer.value, read_groups(answer.value, answer.frames)
-        while received + got.count < len(value["share"]):
+        while received + got.count < value["share"]:
             got.add(await self._next_part(request, value["attempt"], received + got.count))
-        if got.corrupt and value["ahead"]:
+        ahead = value.get("ahead", False)  # brokers of before do not have it
+        if got.corrupt and ahead:
             raise RefusedError("abandoned", f"step {step} will begin without {got.corrupt}")
         if got.corrupt:
             at = {"learner_epoch": learner_epoch, "step": step, "attempt": value["attempt"]}
             await self.abandon(stream, **at, dropped=list(got.corrupt), reason=CORRUPT)
             raise RefusedError("abandoned", f"step {step} begins anew without {got.corrupt}")
-        about = {name: value[name] for name in ("last", "so_far", "attempt", "ahead")}
-        return Claim(got.groups, **about, ordinals=value["share"], stamps=got.stamps, workers=got.workers)
+        about = (value["last"], value["so_far"], value["attempt"], ahead, value.get("share_ordinals", ()))
+        return Claim(got.groups, *about, stamps=got.stamps, workers=got.workers)
 
     async def _next_part(self, request: rq.ClaimRequest, attempt: int, count: int) -> Received:
         """Further groups of a claim whose first `count` groups are here."""

@@ -82,7 +82,9 @@ def _waited_for(state: LedgerState, rank: int) -> bool:
     settings = state.settings
     assert settings is not None
     waited_for = settings.groups_per_version if settings.max_staleness == 0 else settings.window or 1
-    return rank < state.tasks.ranks.rank(state.tasks.head) + waited_for
+    # What was claimed ahead is here, and the learner waits for nothing more yet.
+    head = min([*state.ahead, state.tasks.head])
+    return rank < state.tasks.ranks.rank(head) + waited_for
 
 
 def _has_room(state: LedgerState) -> bool:

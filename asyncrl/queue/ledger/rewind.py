@@ -119,7 +119,7 @@ def _recorded(steps: Steps, trained: dict[Version, RetainedStep]) -> dict[Versio
     """The steps to be repeated: those trained since, what was being repeated, and the running one so far."""
     replay = {**trained, **steps.replay}
     known = replay.get(steps.version)
-    if steps.claims and (known is None or len(known.claims) < len(steps.claims)):
+    if steps.claims and (known is None or (not known.whole and len(known.claims) <= len(steps.claims))):
         replay[steps.version] = RetainedStep(steps.claims, whole=steps.complete)
     return replay
 

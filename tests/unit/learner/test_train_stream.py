@@ -535,8 +535,9 @@ def test_a_report_that_failed_is_raised_where_it_is_waited_for() -> None:
     stream = stream_of(queue, queue.config)
     report = stream.report(0)
     assert report is not None
-    with pytest.raises(RefusedError, match="another learner has the stream"):
-        report.result()
+    for wait in (report.result, lambda: next(stream.step(1))):  # not the deadline of the groups
+        with pytest.raises(RefusedError, match="another learner has the stream"):
+            wait()
     stream.close()
 
 
@@ -550,7 +551,11 @@ def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> Non
     stream.close()
 
 
-@pytest.mark.parametrize("answer", [None, RefusedError("abandoned")], ids=["in vain", "refused"])
+@pytest.mark.parametrize(
+    "answer",
+    [None, RefusedError("abandoned"), DeadlineError("rank 0", "the queue", "a reply", 60.0)],
+    ids=["in vain", "refused", "without a queue"],
+)
 def test_a_request_ahead_without_a_claim_is_made_again(answer: Any) -> None:
     queue = Recording()
     queue.answers = [Claim([], last=True, so_far=0), answer]

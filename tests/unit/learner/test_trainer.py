@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -488,7 +489,7 @@ def versions_with_a_row(folder: Path) -> list[int]:
 def test_a_version_begins_before_the_report_of_the_last_one_is_answered_and_its_row_is_written(
     tmp_path: Path,
 ) -> None:
-    begun = threading.Event()
+    begun, before = threading.Event(), list[float]()
 
     class Slow(FakeQueue):
         def trained(self, stream: str, *, step: int, **about: Any) -> Any:
@@ -501,6 +502,7 @@ def test_a_version_begins_before_the_report_of_the_last_one_is_answered_and_its_
     def noticed(groups: Any, version: int, *about: Any, **more: Any) -> None:
         if version == 1 and not begun.is_set():
             assert versions_with_a_row(case.folder) == []
+            before.append(time.time())
             begun.set()
         add(groups, version, *about, **more)
 
@@ -515,6 +517,8 @@ def test_a_version_begins_before_the_report_of_the_last_one_is_answered_and_its_
     case.publisher.publish = published  # type: ignore[method-assign]
     case.trainer.run()
     assert versions_with_a_row(case.folder) == [1, 2, 3]
+    (row,) = [row for row in case.rows if row["version"] == 1 and "perf/step_s" in row]
+    assert row["time"] <= before[0] + 0.001  # when it was published
 
 
 def test_a_version_has_its_row_before_it_is_saved(tmp_path: Path) -> None:

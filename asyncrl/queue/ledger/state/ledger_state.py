@@ -52,9 +52,12 @@ class LedgerState:
     @property
     def ahead(self) -> list[int]:
         """Groups that were claimed ahead: for the next step or, until that is claimed, for the running one."""
-        steps = [self.steps.replay.get(self.steps.version + later) for later in (0, 1)]
-        ordinals = [o for step in steps if step is not None and not step.whole for o in step.ordinals()]
-        return [o for o in ordinals if self.tasks.records[o].state is State.AHEAD]
+        for later in (0, 1):
+            step = self.steps.replay.get(self.steps.version + later)
+            first = None if step is None else next(step.ordinals(), None)
+            if step is not None and first is not None and self.tasks.records[first].state is State.AHEAD:
+                return list(step.ordinals())  # all of them are
+        return []
 
     @property
     def reserved(self) -> int:

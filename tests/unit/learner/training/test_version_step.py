@@ -261,6 +261,24 @@ def test_each_way_is_taken_where_it_is_needed() -> None:
     assert requirements.models(CASES["rloo with tis"]) == set()
 
 
+@pytest.mark.parametrize("name", ["gigpo", "rejections", "rloo with tis"])
+def test_passes_of_a_claim_are_announced_before_the_first_one(name: str) -> None:
+    """Of whichever model: the next claim is on its way meanwhile."""
+    seen: list[str] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values, **more: (seen.append("pass"), call(*values, **more))[1]
+
+    def work(backend: FakeBackend) -> None:
+        for model in (backend.policy, *backend.models.values()):
+            model.predict, model.accumulate = noted(model.predict), noted(model.accumulate)  # type: ignore
+        way = version_step(backend, CASES[name])  # type: ignore[arg-type]
+        way.add([group(0)], 2, begun=lambda: seen.append("begun"))
+
+    ranks(1, work)
+    assert seen[0] == "begun"
+
+
 def test_what_is_rejected_leaves_what_the_policy_counts() -> None:
     config = CASES["rejections"]
 

@@ -197,8 +197,8 @@ def test_a_step_that_began_with_a_claim_ahead_moves_the_lead_as_any() -> None:
 
 
 def test_groups_that_are_claimed_ahead_keep_their_room() -> None:
-    """B = 2, depth 4: two are claimed ahead, and two more may be leased."""
-    ledger = opened(staleness=4, depth=4, tasks=8)
+    """B = 2, W = 3, depth 4: two are claimed ahead, and two more may be leased. The learner waits for none of them."""
+    ledger = opened(staleness=4, window=3, depth=4, tasks=8)
     commit(ledger, *lease(ledger, held=0, most=4))
     claim(ledger, 0)
     assert ahead(ledger, 1) is not None
