@@ -229,11 +229,6 @@ class Checkpoints:
         """Whether it is a `checkpoint.every`-th version."""
         return version % self._settings.every == 0
 
-    def save_if_due(self, version: Version, coefficients: Mapping[str, float]) -> None:
-        """`save`, if the version is due."""
-        if self.is_due(version):
-            self.save(version, coefficients)
-
     def save(self, version: Version, coefficients: Mapping[str, float]) -> None:
         """Begin to save this version, unless it is saved. coefficients: `Meta.controls`."""
         if self._newest == version:

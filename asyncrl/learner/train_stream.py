@@ -133,9 +133,8 @@ class TrainStream:
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="reports")
         self._under_way: Future[Reported] | None = None  # the last report of rank 0
         self._round = 0  # of beginnings of a step: requests of an earlier round are given up
-        self._ahead: tuple[int, Future[Checked]] | None = (
-            None  # a later step, and the request of its first claim
-        )
+        # A later step, and the request of its first claim.
+        self._ahead: tuple[int, Future[Checked]] | None = None
         self._attempt = 0  # of the step whose claims came last
         self._unconfirmed: Claim | None = None  # came ahead, and was not requested again yet
         # The claim that was yielded last (claim, step, index), until what follows it is requested: the same once more,
@@ -176,12 +175,11 @@ class TrainStream:
         if self._yielded is None:
             return
         (claim, step, index), self._yielded = self._yielded, None
-        submit = self._thread.submit
         if claim.ahead:
-            self._confirmation = submit(self._claim_again, claim, step, self._round)
-        self._next = None if claim.last else submit(self._claim, step, index + 1, claim.attempt)
+            self._confirmation = self._thread.submit(self._claim_again, claim, step, self._round)
+        self._next = None if claim.last else self._request(step, index + 1, claim.attempt)
         if claim.last and step + 1 < self._versions:
-            self._ahead = step + 1, submit(self._claim_ahead, step + 1, self._round)
+            self._ahead = step + 1, self._thread.submit(self._claim_ahead, step + 1, self._round)
 
     @property
     def has_first_claim(self) -> bool:
@@ -232,7 +230,8 @@ class TrainStream:
         try:
             self._claim_again(self._unconfirmed, step, self._round)
         except RefusedError as refusal:
-            return _not_abandoned(refusal)
+            _reason(refusal, "abandoned")
+            return False
         return True
 
     def reject(self, step: int) -> None:
@@ -287,7 +286,7 @@ class TrainStream:
             try:
                 checked = self._claim(step, 0, None, ahead=True)
             except RefusedError as refusal:
-                _not_abandoned(refusal)
+                _reason(refusal, "abandoned")
                 return Checked()
             except DeadlineError:  # nobody needs the queue yet
                 return Checked()
@@ -311,11 +310,8 @@ class TrainStream:
             self._require_reported()
             waited_s = time.monotonic() - began
             if waited_s > self._queue_s:
-                who, what = (
-                    f"learner rank {self._backend.rank}",
-                    f"the first claim of step {step}, once more,",
-                )
-                raise DeadlineError(who, "the queue", what, waited_s)
+                what = f"the first claim of step {step}, once more,"
+                raise DeadlineError(f"learner rank {self._backend.rank}", "the queue", what, waited_s)
 
     def _requested(
         self, step: int, index: int, attempt: int | None, received: int = 0, ahead: bool = False
@@ -356,8 +352,7 @@ class TrainStream:
             try:
                 confirmation.result()
             except RefusedError as refused:
-                _not_abandoned(refused)
-                refusal = refused.reason
+                refusal = _reason(refused, "abandoned")
             every = self._backend.exchange(refusal)
         if any(every):
             raise StepRestarted
@@ -403,9 +398,7 @@ class TrainStream:
         try:
             return request.result(), ""
         except RefusedError as refusal:
-            if refusal.reason not in ("exhausted", "abandoned"):
-                raise
-            return Checked(), refusal.reason
+            return Checked(), _reason(refusal, "exhausted", "abandoned")
 
     def _faults(self, claim: Claim, step: int) -> list[Fault]:
         """The faults of this rank's groups."""
@@ -430,11 +423,11 @@ class TrainStream:
         raise GroupsRefused([fault for fault in ordered if fault.reason == reason], mine)
 
 
-def _not_abandoned(refusal: RefusedError) -> bool:
-    """False; raises any refusal but 'abandoned'."""
-    if refusal.reason != "abandoned":
+def _reason(refusal: RefusedError, *expected: str) -> str:
+    """The reason of a refusal; raises it unless that is expected."""
+    if refusal.reason not in expected:
         raise refusal
-    return False
+    return refusal.reason
 
 
 def _trace_claim(claim: Claim, step: int) -> None:

@@ -181,7 +181,7 @@ class Trainer:
             self.evaluations.start_if_due(self.version)
             if self.checkpoints.is_due(self.version):
                 self._write_row()  # its step must be trained, for the queue too
-            self.checkpoints.save_if_due(self.version, self._coefficients())
+                self.checkpoints.save(self.version, self._coefficients())
         return ""
 
     def _take_groups(self) -> list[Group]:

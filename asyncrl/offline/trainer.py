@@ -99,7 +99,8 @@ class OfflineTrainer:
         self.version += 1
         self._write_row(step, taken)
         reached = self._look_at_held_out() if self.version % self.every == 0 else False
-        self.checkpoints.save_if_due(self.version, {})
+        if self.checkpoints.is_due(self.version):
+            self.checkpoints.save(self.version, {})
         return "target" if reached else ""
 
     def _write_row(self, step: OptimizerStep, taken: StepBatch) -> None:

@@ -266,9 +266,7 @@ class Recording(Dry):
         with self.moved:
             again = attempt is not None and index == 0
             about = ("ahead",) if ahead and step > self.version else ("again",) if again else ()
-            if (step, index, *about) not in self.asked:  # a wait in vain is repeated
-                self.asked.append((step, index, *about))
-            self.moved.notify_all()
+            self.note(step, index, *about)
             if ahead and step > self.version and step in self.ahead:
                 return self.ahead[step]
             if not self.moved.wait_for(lambda: step <= self.version, wait_s):
@@ -287,9 +285,11 @@ class Recording(Dry):
             self.moved.notify_all()
         return "counts"
 
-    def was_asked_now(self, step: int) -> None:
+    def note(self, *request: Any) -> None:
+        """Once: a wait in vain is repeated."""
         with self.moved:
-            self.asked.append((step, 0, "ahead"))
+            if request not in self.asked:
+                self.asked.append(request)
             self.moved.notify_all()
 
     def was_asked(self, *request: Any) -> None:
@@ -301,6 +301,15 @@ class Recording(Dry):
 def ahead_of(*groups: Group, last: bool = True) -> Claim:
     ordinals = [group.task.ordinal for group in groups]
     return Claim([*groups], last, len(groups), 0, True, ordinals, workers=["g"] * len(groups))
+
+
+def behind_step_0(queue: Recording, last: bool = True, **options: Any) -> TrainStream:
+    """The stream of a rank that has computed step 0. The first claim of step 1, of task 4, came ahead."""
+    queue.ahead[1] = ahead_of(random_group(4), last=last)
+    stream = stream_of(queue, queue.config, **options)
+    list(stream.step(0))
+    queue.was_asked(1, 0, "ahead")
+    return stream
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -354,10 +363,7 @@ def test_a_step_whose_claim_is_there_begins_before_the_report_is_answered() -> N
 def test_a_claim_behind_one_that_came_ahead_is_requested_behind_its_repetition() -> None:
     """The queue refuses claim 1 of a step whose claim 0 was not made."""
     queue = Recording()
-    queue.ahead[1] = ahead_of(random_group(4), last=False)
-    stream = stream_of(queue, queue.config)
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue, last=False)
     stream.report(0)
     assert [len(groups) for groups, _ in stream.step(1)] == [1, 0]
     queue.was_asked(2, 0, "ahead")
@@ -369,10 +375,7 @@ def test_a_claim_behind_one_that_came_ahead_is_requested_behind_its_repetition()
 def test_a_claim_that_came_ahead_and_does_not_stand_restarts_the_step() -> None:
     """The queue came back without the bytes of one of its groups."""
     queue = Recording()
-    queue.ahead[1] = ahead_of(random_group(4))
-    stream = stream_of(queue, queue.config)
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue)
     stream.report(0)
     running = stream.step(1)
     assert len(next(running)[0]) == 1
@@ -415,10 +418,7 @@ def test_a_group_of_a_claim_that_came_ahead_is_dropped_once_the_step_runs() -> N
             return Fault(group.task.ordinal, "corrupt", "a text")
 
     queue = Dropping()
-    queue.ahead[1] = ahead_of(random_group(4))
-    stream = stream_of(queue, queue.config, check=Check(rollouts=4, longest=32, vocabulary=33))
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue, check=Check(rollouts=4, longest=32, vocabulary=33))
     stream.report(0)
     with pytest.raises(GroupsRefused, match="task 4: a text"):
         next(stream.step(1))
@@ -440,10 +440,7 @@ def test_the_repetition_of_a_claim_that_came_ahead_is_repeated_until_the_step_ru
             return super().claim(stream, step=step, index=index, attempt=attempt, **about)
 
     queue = Late()
-    queue.ahead[1] = ahead_of(random_group(4))
-    stream = stream_of(queue, queue.config)
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue)
     stream.report(0)
     assert len(list(stream.step(1))) == 1
     assert queue.vain == 1
@@ -455,11 +452,8 @@ def test_a_queue_that_does_not_run_the_step_is_named(monkeypatch: pytest.MonkeyP
     """No report reaches it."""
     monkeypatch.setattr(train_stream, "PARK_S", 0.01)
     queue = Recording()
-    queue.ahead[1] = ahead_of(random_group(4))
-    config = replace(queue.config, queue=QueueConfig(deadline_s=0.05))
-    stream = stream_of(queue, config)
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    queue.config = replace(queue.config, queue=QueueConfig(deadline_s=0.05))
+    stream = behind_step_0(queue)
     with pytest.raises(
         DeadlineError, match=r"rank 0 waited .* for the queue: the first claim of step 1, once more"
     ):
@@ -470,10 +464,7 @@ def test_a_queue_that_does_not_run_the_step_is_named(monkeypatch: pytest.MonkeyP
 def test_a_step_that_the_queue_began_with_other_groups_is_restarted() -> None:
     """It came back with an older journal, and has made another claim of this step."""
     queue = Recording()
-    queue.ahead[1] = ahead_of(random_group(4))
-    stream = stream_of(queue, queue.config)
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue)
     queue.ahead[1] = ahead_of(random_group(5))
     stream.report(0)
     with pytest.raises(StepRestarted):
@@ -491,10 +482,7 @@ def test_the_device_is_not_given_away_before_the_optimizer_step() -> None:
             assert not computing.is_set(), "the device was offered"
 
     queue = Recording()
-    queue.ahead[1] = ahead_of(random_group(4))
-    stream = stream_of(queue, queue.config, Turn.always())
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue, turn=Turn.always())
     running = stream.step(1)
     next(running)
     computing.set()
@@ -512,7 +500,7 @@ def test_a_group_that_cannot_be_read_ahead_is_not_requested_again_before_the_ste
         def claim(self, stream: str, *, step: int, ahead: bool, **about: Any) -> Any:
             if ahead and step > self.version:
                 self.refusals += 1
-                super().was_asked_now(step)
+                self.note(step, 0, "ahead")
                 raise RefusedError("abandoned", "step 1 will begin without [4]")
             return super().claim(stream, step=step, ahead=ahead, **about)
 
@@ -543,10 +531,7 @@ def test_a_report_that_failed_is_raised_where_it_is_waited_for() -> None:
 
 def test_a_claim_that_was_requested_ahead_is_not_taken_for_another_step() -> None:
     queue = Recording()
-    queue.ahead[1] = ahead_of(random_group(4))
-    stream = stream_of(queue, queue.config)
-    list(stream.step(0))
-    queue.was_asked(1, 0, "ahead")
+    stream = behind_step_0(queue)
     assert list(stream.step(0)) == [([], None)]
     stream.close()
 
