@@ -122,6 +122,7 @@ def open_trainer(
         config,
         spans,
         check=group_check(config, published=max(abandoned, default=0)),
+        prepare=training.prepare,
         learner_epoch=learner_epoch,
         stop=stop,
         idle=functools.partial(_idle, remote_models, evaluations),

@@ -4,7 +4,7 @@
                                    │              │                  │                       │           │
     claims thread                  └─▸ claim 1 ───┘                  └─▸ claim 0, ahead ───────────────▸ └─▸ again
                                         waits in the broker until a group is ready;          │
-                                        its groups are checked and packed                    │
+                                        its groups are checked and prepared                  │
     reports thread                                                                           └─▸ report of the step
 
 The trainer waits for the slower of compute and claim. The ranks exchange whether they have their claim and whether a
@@ -25,18 +25,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.device.turns import DeviceTurn
-from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError
+from asyncrl.errors import AsyncRLError, DeadlineError, RefusedError, StoppedError, TrainingError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checks.finite_check import NOT_FINITE
 from asyncrl.learner.checks.group_check import CORRUPT, Fault, GroupCheck
-from asyncrl.learner.data.batch import MicroBatch
 from asyncrl.learner.group_wait import GroupWait
 from asyncrl.learner.training import requirements
+from asyncrl.learner.training.version_step import PreparedClaim
 from asyncrl.queue.client.client import BlockingClient
 from asyncrl.queue.protocol.replies import Claim, Trained
 from asyncrl.telemetry import tracing
@@ -61,11 +62,11 @@ class Reported(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A claim, if there is one yet, the faults of its groups, and these groups packed, if they have none."""
+    """A claim, if there is one yet, the faults of its groups, and these groups prepared, if that was possible."""
 
     claim: Claim | None = None
     faults: Sequence[Fault] = ()
-    batch: MicroBatch | None = None
+    prepared: PreparedClaim | None = None
 
 
 class LeaveLoop(Exception):  # noqa: N818  (a decision, not a failure)
@@ -103,9 +104,10 @@ class NoGroups(DeadlineError):  # noqa: N818
 class TrainStream:
     """Claims of this rank, and the reports of rank 0; on other ranks those do nothing.
 
-    check  of every group that is claimed
-    idle   called between waits
-    turn   of this rank's device, which generators may want while it waits
+    check    of every group that is claimed
+    prepare  the groups of a claim for the step, in the claims thread
+    idle     called between waits
+    turn     of this rank's device, which generators may want while it waits
     """
 
     def __init__(
@@ -116,13 +118,14 @@ class TrainStream:
         spans: Spans,
         *,
         check: GroupCheck,
+        prepare: Callable[[Sequence[Group], Version], PreparedClaim],
         learner_epoch: int,
         stop: threading.Event,
         idle: Callable[[], None],
         turn: DeviceTurn,
         status: ProcessStatus,
     ) -> None:
-        self._check = check
+        self._check, self._prepare = check, prepare
         self._client, self._backend, self._spans, self._status = client, backend, spans, status
         self._learner_epoch, self._stop, self._idle, self._turn = learner_epoch, stop, idle, turn
         self._max_tokens = requirements.claim_tokens(config)
@@ -143,8 +146,8 @@ class TrainStream:
         self._confirmation: Future[None] | None = None
         self._next: Future[Checked] | None = None
 
-    def step(self, step: int) -> Iterator[tuple[list[Group], MicroBatch | None]]:
-        """This rank's groups of a step, one list per claim, and the same packed (none if only other ranks have some).
+    def step(self, step: int) -> Iterator[tuple[list[Group], PreparedClaim | None]]:
+        """This rank's groups of a step, one list per claim, and the same prepared, if it has some and nothing is amiss.
 
         Raises:
             LeaveLoop: A stop was requested, or the task source has ended.
@@ -160,11 +163,11 @@ class TrainStream:
                 f"a group for version {step + 1} from the generators", self._deadline_s
             )
             with self._spans("wait/groups"), waiting:
-                claim, batch = self._agreed(request, step, index, attempt)
+                claim, prepared = self._agreed(request, step, index, attempt)
             self._attempt = attempt = claim.attempt
             _trace_claim(claim, step)
             self._yielded = claim, step, index
-            yield claim.groups, batch
+            yield claim.groups, prepared
             self.request_following()
             self._confirm(step)
             request, index = self._next, index + 1
@@ -278,7 +281,12 @@ class TrainStream:
         if claim is None:
             return Checked()
         faults = self._faults(claim, step)
-        return Checked(claim, faults, MicroBatch.of(claim.groups) if claim.groups and not faults else None)
+        prepared = None
+        if claim.groups and not faults:
+            # The trainer's thread raises it too, once all ranks have their claims.
+            with suppress(TrainingError):
+                prepared = self._prepare(claim.groups, step)
+        return Checked(claim, faults, prepared)
 
     def _claim_ahead(self, step: int, round_: int) -> Checked:
         """The first claim of the next step; without one if the trainer comes before it, or it cannot be read."""
@@ -360,11 +368,11 @@ class TrainStream:
 
     def _agreed(
         self, request: Future[Checked], step: int, index: int, attempt: int | None
-    ) -> tuple[Claim, MicroBatch | None]:
-        """The claim, once every rank has its own, and its groups packed. A repeated request gets the same claim. It
+    ) -> tuple[Claim, PreparedClaim | None]:
+        """The claim, once every rank has its own, and its groups prepared. A repeated request gets the same claim. It
         came ahead if that of any rank did."""
         wait = GroupWait(self._deadline_s, self._client.status, time.monotonic())
-        (claim, faults, batch), refusal = self._result(request)
+        (claim, faults, prepared), refusal = self._result(request)
         while True:
             late = claim is None and wait.is_over(time.monotonic())
             claimed, ahead = (None, False) if claim is None else (claim.attempt, claim.ahead)
@@ -376,7 +384,7 @@ class TrainStream:
                 claim = replace(claim, ahead=any(aheads))
                 self._unconfirmed = claim if claim.ahead else self._unconfirmed
                 self._refuse(step, claim, {Fault(*fault) for theirs in found for fault in theirs})
-                return claim, batch
+                return claim, prepared
             if "exhausted" in refusals:
                 log.info("the task source has ended")
                 raise LeaveLoop("exhausted")
@@ -390,7 +398,7 @@ class TrainStream:
             self._require_reported()
             self._idle()
             if claim is None:
-                (claim, faults, batch), refusal = self._result(self._request(step, index, attempt))
+                (claim, faults, prepared), refusal = self._result(self._request(step, index, attempt))
 
     def _result(self, request: Future[Checked]) -> tuple[Checked, str]:
         """(the claim if there is one, why there will be none)."""

@@ -189,11 +189,11 @@ class Trainer:
         some: list[Group] = []
         self.kept_groups.begin(self.version + 1)
         self.decisions.begin()
-        for groups, packed in self.stream.step(self.version):
+        for groups, prepared in self.stream.step(self.version):
             self._hold_device()
             self.kept_groups.add(groups)
             self.decisions.add(groups)
-            self.version_step.add(groups, self.version, packed, begun=self.stream.request_following)
+            self.version_step.add(groups, self.version, prepared, begun=self.stream.request_following)
             self.kept_groups.forget_before()
             self._write_row()
             some += groups[: GROUPS - len(some)]

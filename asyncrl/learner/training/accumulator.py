@@ -34,7 +34,7 @@ from asyncrl.learner.data.shared_prompts import repeated_lengths
 from asyncrl.learner.models.networks import blueprint, counts_prompts_once
 from asyncrl.learner.reporting.utilization import PASSED, PASSED_SQUARES, even_tokens, squares
 from asyncrl.learner.training.objectives import PolicyObjective, auxiliary_objective
-from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective
+from asyncrl.learner.training.passes import Inspect, LearningModel, LocalModel, Objective, PassResult
 from asyncrl.learner.training.requirements import first_policy_version, norm_tokens, steps_per_version
 from asyncrl.telemetry.metrics import Metrics, Sum
 from asyncrl.telemetry.spans import Spans
@@ -170,13 +170,13 @@ class Accumulator:
                 trainable.model.learn(trainable.objective, micro_batches, max(passes), version, inspect)
             if trainable.name == POLICY and some is not None:
                 self._metrics.merge([_passed(micro_batches, self._shares)])
-            self._take_results(trainable, wait=False)
+            self._metrics.merge([self._take_results(trainable, wait=False).metrics()])
 
-    def _take_results(self, trainable: Trainable, wait: bool) -> None:
+    def _take_results(self, trainable: Trainable, wait: bool) -> PassResult:
         results = trainable.model.take_results(wait)
         self._losses[trainable.name] += results.loss
         self._bad |= results.bad
-        self._metrics.merge([results.metrics])
+        return results
 
     def step(self, version: Version, number: int = 0) -> OptimizerStep:
         """Divide by the global denominators and step, for the `number`-th time in `version`: all models or none.
@@ -186,10 +186,10 @@ class Accumulator:
             NonFiniteGroups: In the version's first step, before anything has moved. In later steps values that are not
                 finite show in the loss, and the step is refused.
         """
-        learning = self._learning(version)
+        learning, last = self._learning(version), list[PassResult]()
         for trainable in learning:
             with self._spans(_step_span(trainable)):
-                self._take_results(trainable, wait=True)
+                last.append(self._take_results(trainable, wait=True))
         scales, losses, gap = self._scales_and_losses(learning, number)
         if self._gate is not None:
             self._gate.judge(gap, version)
@@ -202,6 +202,7 @@ class Accumulator:
                 for t in learning:
                     with self._spans(_step_span(t)):
                         t.model.optimizer_step(scales[t.name], rates[t.name])
+            self._metrics.merge(results.metrics() for results in last)  # while a device makes the step
         self.abandon()
         return step
 

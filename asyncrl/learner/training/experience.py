@@ -4,7 +4,8 @@
                         other models                          returns        the behaviour policy
               └── score(), per claim ───┘ └── ready(), per claim or for the whole version ──┘
 
-A model's pass, and an exchange among ranks, is made by every rank, with groups or without.
+A model's pass, and an exchange among ranks, is made by every rank, with groups or without. Where a claim needs neither,
+`ready` may run in any thread.
 
 Axes:  N tokens · R rollouts
 """
@@ -29,7 +30,7 @@ from asyncrl.learner.algorithms.losses.covariance_losses import select_covarianc
 from asyncrl.learner.algorithms.losses.policy_loss import proximal
 from asyncrl.learner.algorithms.reductions import column
 from asyncrl.learner.algorithms.registry import AlgorithmContext, needs
-from asyncrl.learner.algorithms.roles import POLICY
+from asyncrl.learner.algorithms.roles import POLICY, ROLES
 from asyncrl.learner.algorithms.shaping import next_kl_coef, shape
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
@@ -49,11 +50,16 @@ SELECTING = ("clip_cov", "kl_cov")
 
 
 class Experience:
-    """Collective: every method."""
+    """Collective: every method; but `ready` only where the algorithm needs the whole batch.
+
+    predicts     whether `score` makes passes
+    ready_alone  whether `ready` needs the groups of one claim and nothing else: no pass, no other claim or rank, and no
+                 coefficient that the version before has adapted. Code of the user stays in the trainer's thread
+    """
 
     def __init__(self, backend: Backend, config: Config, spans: Spans) -> None:
         self._backend, self._config, self._spans = backend, config, spans
-        self._shares, self._whole = counts_prompts_once(POLICY, config), requirements.whole_batch(config)
+        self._shares = counts_prompts_once(POLICY, config)
         self._proximal = requirements.proximal_pass(config)
         self._models: dict[str, Predict] = {
             requirements.column_of(name, config): model.predict for name, model in backend.models.items()
@@ -62,11 +68,11 @@ class Experience:
             self._models["proximal"] = backend.policy.predict
         if "squares" in needs(config.algorithm):
             self._models["sharper"] = lambda batch: backend.policy.predict(_at_half_temperature(batch))
-
-    @property
-    def predicts(self) -> bool:
-        """Whether `score` makes passes."""
-        return bool(self._models)
+        self.predicts = bool(self._models)
+        algorithm, whole = config.algorithm, requirements.whole_batch(config)
+        adapts = AdaptiveCoefficients.start(algorithm).adapted(algorithm)
+        targets = any(ROLES[name].targets is not None for name in requirements.models(config))
+        self.ready_alone = not (self.predicts or whole or adapts or algorithm.own_advantage or targets)
 
     def score(self, batch: MicroBatch | None) -> MicroBatch | None:
         """One claim's groups, with a column of each other model's outputs and, where it is needed, `proximal`: the
@@ -74,25 +80,33 @@ class Experience:
         columns = self.predict(self._models, batch)
         if (sharper_N := columns.pop("sharper", None)) is not None:
             columns["squares"] = (2 * columns["proximal"] - sharper_N).exp()
-        return batch and _with_likeliest(batch.with_columns(**columns))
+        return batch and batch.with_columns(**columns)
 
     def ready(
-        self, batch: MicroBatch | None, version: Version, controls: AdaptiveCoefficients
-    ) -> tuple[MicroBatch | None, Metrics]:
+        self, batch: MicroBatch, version: Version, controls: AdaptiveCoefficients
+    ) -> tuple[MicroBatch, Metrics]:
         """A scored batch with shaped rewards and advantages, and its metrics. It also gets the columns
 
             outcome                 the reward of the token's rollout before any shaping
             returns, cost_returns   the critics' targets
+            teacher_likeliest, likeliest
+                                    see `MicroBatch`, where the teacher has them
             kept, weight            bool, the tokens that the off-policy correction keeps; and its weights, where they
                                     stay the same for the whole version
 
-        Raises TrainingError where the groups lack something that the algorithm needs.
+        A rank without groups has an empty batch where all ranks must call. Raises TrainingError where the groups lack
+        something that the algorithm needs.
         """
-        if batch is None and not self._whole:
-            return None, Metrics()
-        with self._spans("compute/pack"):
-            completed, metrics = self._completed(batch or MicroBatch.empty(), version, controls)
-        return (None, Metrics()) if batch is None else (completed, metrics)
+        config, context = self._config.algorithm, self._context(version, controls.cost_multiplier)
+        batch = _with_likeliest(batch).with_columns(outcome=batch.rewards_R[batch.seq_N])
+        batch, shaped = shape(batch, config, self._config.generator.max_tokens, controls.kl_coef, context)
+        batch = batch.with_columns(**value_targets(batch, config))
+        corrected, rejected = self._corrected(batch, version) if self._proximal else (batch, Metrics())
+        judged = unrejected(corrected) if config.correction.reject_first else batch
+        batch = corrected.with_advantages(advantages(judged, config, context))
+        metrics = Metrics()
+        metrics.merge([rejected, shaped])
+        return batch, metrics
 
     def logprobs(self, groups: Sequence[Group]) -> list[Array]:
         """The policy's log-probs of each group's tokens as it is now, in their order; 0 where the mask is 0."""
@@ -124,20 +138,6 @@ class Experience:
             old_N = proximal(some, now_N, config, version)
             columns["selected"] = select_covariance(some, now_N, old_N, config, self._context(version))
         return batch and batch.with_columns(**columns)
-
-    def _completed(
-        self, batch: MicroBatch, version: Version, controls: AdaptiveCoefficients
-    ) -> tuple[MicroBatch, Metrics]:
-        config, context = self._config.algorithm, self._context(version, controls.cost_multiplier)
-        batch = batch.with_columns(outcome=batch.rewards_R[batch.seq_N])
-        batch, shaped = shape(batch, config, self._config.generator.max_tokens, controls.kl_coef, context)
-        batch = batch.with_columns(**value_targets(batch, config))
-        corrected, rejected = self._corrected(batch, version) if self._proximal else (batch, Metrics())
-        judged = unrejected(corrected) if config.correction.reject_first else batch
-        batch = corrected.with_advantages(advantages(judged, config, context))
-        metrics = Metrics()
-        metrics.merge([rejected, shaped])
-        return batch, metrics
 
     def _corrected(self, batch: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:
         """Adds `kept` and `weight`. With `proximal: loglinear`, π_p depends on the current policy: rejections are

@@ -8,7 +8,7 @@ Accumulator ── learn ─▸ LearningModel ── take_results ─▸ losses,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -49,29 +49,35 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """loss: the sum that was differentiated · bad: ordinals of groups with values that are not finite"""
+    """loss: the sum that was differentiated · bad: ordinals of groups with values that are not finite · metrics:
+    computes them, maybe after the optimizer step"""
 
     loss: float = 0.0
     bad: frozenset[int] = frozenset()
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Callable[[], Metrics] = Metrics
 
     @staticmethod
     def total(results: Iterable[PassResult]) -> PassResult:
-        loss, bad, metrics = 0.0, frozenset[int](), Metrics()
-        for result in results:
-            loss, bad = loss + result.loss, bad | result.bad
-            metrics.merge([result.metrics])
-        return PassResult(loss, bad, metrics)
+        every = list(results)
+
+        def metrics() -> Metrics:
+            merged = Metrics()
+            merged.merge(result.metrics() for result in every)
+            return merged
+
+        bad = frozenset[int]().union(*(result.bad for result in every))
+        return PassResult(sum((result.loss for result in every), 0.0), bad, metrics)
 
     def to_wire(self) -> list[Any]:
-        return [self.loss, sorted(self.bad), self.metrics.to_wire()]
+        return [self.loss, sorted(self.bad), self.metrics().to_wire()]
 
     @staticmethod
     def from_wire(wire: Any) -> PassResult:
         """The inverse of `to_wire`. Raises WireError for anything else."""
         try:
             loss, bad, metrics = wire
-            return PassResult(float(loss), frozenset(map(int, bad)), Metrics.from_wire(metrics))
+            found = Metrics.from_wire(metrics)
+            return PassResult(float(loss), frozenset(map(int, bad)), lambda: found)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise WireError(f"not what passes have found: {error!r}") from error
 
@@ -140,7 +146,7 @@ class Passes:
 
         device   forward ─▸ total ─▸ backward     forward ─▸ total ─▸ backward     …
                     └── outputs, sum ─┐              └── outputs, sum ─┐
-        CPU                           └──────────────────▸ `results`: metrics, values that are not finite, `inspect`
+        CPU                           └──────────────────▸ `results`: values that are not finite, `inspect`; metrics
 
     A GPU works on while this thread prepares what follows: only `results` waits for it.
     """
@@ -183,7 +189,9 @@ class Passes:
         def loss_of(some: MicroBatch, *theirs: Tensor) -> Tensor:
             return self._objective.total(some, *theirs, version=self._version)
 
-        _, metrics = self._objective(batch, *outputs, version=self._version)
+        def metrics() -> Metrics:
+            return self._objective(batch, *outputs, version=self._version)[1]
+
         bad = nonfinite_outputs(batch, outputs, total, loss_of)
         return PassResult(float(total), frozenset(bad), metrics)
 

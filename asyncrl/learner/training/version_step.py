@@ -1,24 +1,27 @@
 """The groups of one version become optimizer steps, in one of two ways. If an algorithm permits both, they give the
 same result.
 
-    streaming      claim ─▸ score ─▸ ready ─▸ accumulate ──┐
-                     ▲                                     ├─▸ optimizer step
-                     └──────── the next claim ◂────────────┘
+    streaming      claim ─▸ pack ─▸ score ─▸ ready ─▸ accumulate ──┐
+                     ▲                                             ├─▸ optimizer step
+                     └──────────── the next claim ◂────────────────┘
 
-    whole batch    claim ─▸ score ──┐                ┌─▸ mini-batch ─▸ accumulate ─▸ optimizer step ─┐
-                     ▲              ├─▸ ready, once ─┤                                               │
-                     └─ next claim ◂┘                └──────── the next one, epoch after epoch ◂─────┘
+    whole batch    claim ─▸ pack ─▸ score ──┐                ┌─▸ mini-batch ─▸ accumulate ─▸ optimizer step ─┐
+                     ▲                      ├─▸ ready, once ─┤                                               │
+                     └──── next claim ◂─────┘                └──────── the next one, epoch after epoch ◂─────┘
 
 Algorithms with statistics over the version's groups, and several optimizer steps, need the second way; there only the
 other models' passes run while claims still come in. Groups may come from anywhere: a plain loop over lists trains
 exactly like the stream.
+
+Another thread may prepare a claim while the one before is computed: pack it, and in the first way make it ready, where
+`Experience.ready_alone`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 import numpy as np
@@ -55,10 +58,25 @@ class VersionReport:
     refused: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedClaim:
+    """The groups of one claim, packed.
+
+    ready    whether `Experience.ready` was called
+    bad      ordinals of the groups that came with a number that is not finite
+    metrics  of these groups, of their advantages too if they are ready
+    """
+
+    batch: MicroBatch
+    ready: bool
+    bad: set[int]
+    metrics: Metrics
+
+
 class VersionStep(ABC):
     """One version after the other: `add` each claim, then `step` or `abandon`.
 
-    Collective: every method, also on ranks without groups.
+    Collective: every method but `prepare`, also on ranks without groups.
 
     remote_models  models that learn in pools
     gated          whether `learner.logprob_gate` is asked
@@ -81,36 +99,50 @@ class VersionStep(ABC):
         self.controls = AdaptiveCoefficients.start(config.algorithm)
         self._begin()
 
+    def prepare(self, groups: Sequence[Group], version: Version) -> PreparedClaim:
+        """One claim's groups, at least one, for `add` to the same version. In any thread. Raises TrainingError as
+        `Experience.ready` does."""
+        batch, metrics = MicroBatch.of(groups), Metrics()
+        metrics.merge([end_metrics(groups), batch_metrics(batch, version)])
+        return PreparedClaim(batch, False, nonfinite_inputs(batch), metrics)
+
     def add(
         self,
         groups: Sequence[Group],
         version: Version,
-        packed: MicroBatch | None = None,
+        prepared: PreparedClaim | None = None,
         begun: Callable[[], None] = unnoticed,
     ) -> None:
         """Take one claim's groups, to train the policy of `version`. Raises NonFiniteGroups as `step` does.
 
-        packed: the same groups, where they are packed already · begun: called, once or more, when passes begin.
+        prepared: the same groups, where that is done already · begun: called, once or more, when passes begin.
         """
-        if packed is None and groups:
+        if prepared is None and groups:
             with self._spans("compute/pack"):
-                packed = MicroBatch.of(groups)
-        if self._experience.predicts:
-            begun()
-        scored = self._experience.score(packed)
-        self._take(scored, version, begun)
+                prepared = self.prepare(groups, version)
+        self._take(prepared, version, begun)
         # Behind the passes: a device has its work by now.
         for group in groups:
             self._columns |= group.columns.keys() & WITHOUT_STEPS.keys()
             self._parts |= set(group.reward_parts)
             self._ordinals.append(group.task.ordinal)
-        if scored is not None:
-            self._bad |= nonfinite_inputs(scored)
-            self._metrics.merge([end_metrics(groups), batch_metrics(scored, version)])
+        if prepared is not None:
+            self._bad |= prepared.bad
+            self._metrics.merge([prepared.metrics])
 
     @abstractmethod
-    def _take(self, scored: MicroBatch | None, version: Version, begun: Callable[[], None]) -> None:
+    def _take(self, claim: PreparedClaim | None, version: Version, begun: Callable[[], None]) -> None:
         """Take the groups of one claim, None where this rank has none."""
+
+    def _score(self, claim: PreparedClaim | None, begun: Callable[[], None]) -> MicroBatch | None:
+        """These groups with the outputs of other models."""
+        batch = claim.batch if claim else None
+        if not self._experience.predicts:
+            return batch
+        begun()
+        scored = self._experience.score(batch)
+        self._bad |= nonfinite_inputs(scored) if scored else set()
+        return scored
 
     @abstractmethod
     def _train(self, version: Version) -> list[OptimizerStep]:
@@ -194,12 +226,29 @@ class VersionStep(ABC):
 class Streaming(VersionStep):
     """Every claim is trained on as it arrives; one optimizer step when the last one is in."""
 
-    def _take(self, scored: MicroBatch | None, version: Version, begun: Callable[[], None]) -> None:
-        columns, parts = requirements.columns(self._config), requirements.parts(self._config)
-        scored = scored and scored.completed(columns, parts)
-        batch, measured = self._experience.ready(scored, version, self.controls)
+    def prepare(self, groups: Sequence[Group], version: Version) -> PreparedClaim:
+        claim = super().prepare(groups, version)
+        if not self._experience.ready_alone:
+            return claim
+        batch, measured = self._ready(claim.batch, version)
+        claim.metrics.merge([measured])
+        return replace(claim, batch=batch, ready=True)
+
+    def _take(self, claim: PreparedClaim | None, version: Version, begun: Callable[[], None]) -> None:
+        batch, measured = claim.batch if claim else None, Metrics()
+        if claim is None or not claim.ready:
+            scored = self._score(claim, begun)
+            if scored is not None:
+                with self._spans("compute/pack"):
+                    batch, measured = self._ready(scored, version)
         self._accumulator.add(batch, version, begun=begun)
-        self._metrics.merge([measured, ready_metrics(batch)] if batch else [])
+        self._metrics.merge([measured])
+
+    def _ready(self, scored: MicroBatch, version: Version) -> tuple[MicroBatch, Metrics]:
+        scored = scored.completed(requirements.columns(self._config), requirements.parts(self._config))
+        batch, metrics = self._experience.ready(scored, version, self.controls)
+        metrics.merge([ready_metrics(batch)])
+        return batch, metrics
 
     def _train(self, version: Version) -> list[OptimizerStep]:
         return [self._accumulator.step(version)]
@@ -212,16 +261,14 @@ class WholeBatch(VersionStep):
         super()._begin()
         self._claims: list[MicroBatch] = []
 
-    def _take(self, scored: MicroBatch | None, version: Version, begun: Callable[[], None]) -> None:
+    def _take(self, claim: PreparedClaim | None, version: Version, begun: Callable[[], None]) -> None:
+        scored = self._score(claim, begun)
         begun()
         if scored is not None:
             self._claims.append(scored)
 
     def _train(self, version: Version) -> list[OptimizerStep]:
-        mine = MicroBatch.joined(self._claims).completed(self._columns, self._parts) if self._claims else None
-        self._claims.clear()
-        batch, measured = self._experience.ready(mine, version, self.controls)
-        self._metrics.merge([measured, ready_metrics(batch)] if batch else [])
+        batch = self._ready(version)
         steps: list[OptimizerStep] = []
         for number, ordinals in enumerate(self._mini_batches(batch, version)):
             part = batch and batch.of_ordinals(ordinals)
@@ -231,6 +278,17 @@ class WholeBatch(VersionStep):
             if steps[-1].refused:
                 break
         return steps
+
+    def _ready(self, version: Version) -> MicroBatch | None:
+        """All groups of this rank, ready to train on. A rank without groups takes part in the exchanges alone."""
+        mine = MicroBatch.joined(self._claims).completed(self._columns, self._parts) if self._claims else None
+        self._claims.clear()
+        with self._spans("compute/pack"):
+            batch, metrics = self._experience.ready(mine or MicroBatch.empty(), version, self.controls)
+        if mine is None:
+            return None
+        self._metrics.merge([metrics, ready_metrics(batch)])
+        return batch
 
     def _mini_batches(self, batch: MicroBatch | None, version: Version) -> list[list[int]]:
         """Ordinals of each optimizer step, from all ranks' groups; the same on every rank."""

@@ -30,7 +30,9 @@ from asyncrl.learner.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.learner.algorithms.roles import ROLES
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task
+from asyncrl.learner.training.version_step import PreparedClaim
+from asyncrl.telemetry.metrics import Metrics
+from asyncrl.types import NO_VERSION, Group, Rollout, Sampling, Task, Version
 
 OWN_CRITIC = Path(__file__).parents[3] / "examples" / "own_critic.py"
 ORACLE = json.loads((Path(__file__).parents[2] / "data" / "oracle_cases.json").read_text(encoding="utf-8"))
@@ -119,6 +121,11 @@ def random_group(
         for i in range(size)
     ]
     return Group.from_rollouts(Task(ordinal, "", {}), Sampling(), rollouts)
+
+
+def packed(groups: Sequence[Group], version: Version) -> PreparedClaim:
+    """A claim that is packed and nothing else, for train streams without a version step."""
+    return PreparedClaim(MicroBatch.of(groups), False, set(), Metrics())
 
 
 def tiny_model(folder: Path, tied: bool = True, dtype: str = "float32") -> ModelConfig:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from learner_cases import random_group
+from learner_cases import packed, random_group
 
 from asyncrl.config.schema import Config, LearnerConfig, QueueConfig, RunConfig
 from asyncrl.device.turns import DeviceTurn
-from asyncrl.errors import DeadlineError, RefusedError
+from asyncrl.errors import DeadlineError, RefusedError, TrainingError
 from asyncrl.learner import train_stream
 from asyncrl.learner.checks.group_check import Fault, GroupCheck
 from asyncrl.learner.group_wait import counts_text
@@ -24,6 +24,7 @@ from asyncrl.learner.train_stream import (
     StepRestarted,
     TrainStream,
 )
+from asyncrl.learner.training.version_step import PreparedClaim
 from asyncrl.queue.protocol.replies import Claim
 from asyncrl.telemetry.spans import Spans
 from asyncrl.telemetry.status import ProcessStatus
@@ -57,6 +58,7 @@ def stream_of(
     config: Config | None = None,
     turn: DeviceTurn | None = None,
     check: GroupCheck | None = None,
+    prepare: Callable[[Sequence[Group], Version], PreparedClaim] = packed,
 ) -> TrainStream:
     """The stream of a rank whose queue and backend are one object."""
     return TrainStream(
@@ -65,6 +67,7 @@ def stream_of(
         config or Config(),
         Spans(),
         check=check or GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        prepare=prepare,
         learner_epoch=0,
         stop=threading.Event(),
         idle=lambda: None,
@@ -214,6 +217,23 @@ def test_a_group_that_takes_900_seconds_is_waited_for(monkeypatch: pytest.Monkey
     assert clock.now > 900.0
 
 
+def test_groups_that_lack_something_are_named_in_the_trainers_thread() -> None:
+    """Not before all ranks have their claims, any of which may have been restarted."""
+
+    def lacking(groups: Sequence[Group], version: Version) -> PreparedClaim:
+        raise TrainingError("the batch has no column 'values'")
+
+    class Full(Dry):
+        def claim(self, stream: str, **_: Any) -> Claim:
+            return Claim([random_group(0)], last=True, so_far=1, workers=["g"])
+
+    stream = stream_of(Full({}), prepare=lacking)
+    ((groups, prepared),) = stream.step(3)
+    assert len(groups) == 1
+    assert prepared is None
+    stream.close()
+
+
 def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
     class Full(Dry):
         def claim(self, stream: str, **_: Any) -> Claim:
@@ -222,9 +242,9 @@ def test_a_claim_is_an_event_with_the_ages_of_its_groups(trace: Any) -> None:
 
     full = Full({})
     stream = stream_of(full)
-    groups, packed = next(stream.step(3))
-    assert packed is not None
-    assert packed.groups == len(groups) == 3
+    groups, prepared = next(stream.step(3))
+    assert prepared is not None
+    assert prepared.batch.groups == len(groups) == 3
     stream.close()
     (event,) = trace().events
     assert event.name == "claim"
@@ -347,8 +367,8 @@ def test_a_step_whose_claim_is_there_begins_before_the_report_is_answered() -> N
     assert list(stream.step(0)) == [([], None)]
     report = stream.report(0)
     running = stream.step(1)
-    groups, packed = next(running)
-    assert packed is not None
+    groups, prepared = next(running)
+    assert prepared is not None
     assert [group.task.ordinal for group in groups] == [4]
     queue.may_answer.set()
     assert report is not None

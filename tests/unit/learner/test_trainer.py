@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from learner_cases import random_group, small_config
+from learner_cases import packed, random_group, small_config
 from trainer_cases import Case, FakeQueue, newest
 
 from asyncrl.config.config_consistency import AGREED
@@ -292,6 +292,7 @@ def test_all_ranks_begin_a_step_anew_together(other: list[Any]) -> None:
         Config(),
         Spans(),
         check=GroupCheck(rollouts=4, longest=32, vocabulary=33),
+        prepare=packed,
         learner_epoch=1,
         stop=threading.Event(),
         idle=lambda: None,

@@ -587,9 +587,9 @@ def test_arrays_that_are_no_batch_are_refused(change: dict[str, list[Any] | None
 def test_what_passes_have_found_travels() -> None:
     metrics = Metrics()
     metrics.add("train/critic/clip_fraction", Mean(1.0, 4))
-    found = PassResult(math.inf, frozenset({3, 5}), metrics)
+    found = PassResult(math.inf, frozenset({3, 5}), lambda: metrics)
     back = PassResult.from_wire(msgpack.unpackb(msgpack.packb(found.to_wire())))
-    assert (back.loss, back.bad, back.metrics.values()) == (
+    assert (back.loss, back.bad, back.metrics().values()) == (
         math.inf,
         {3, 5},
         {"train/critic/clip_fraction": 0.25},

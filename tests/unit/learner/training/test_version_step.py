@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,21 @@ from asyncrl.config.sections.algorithm import (
     TeacherLossConfig,
 )
 from asyncrl.config.sections.learner import OptimizerConfig
+from asyncrl.config.sections.placement import PlaceConfig, PlacementConfig
 from asyncrl.errors import TrainingError
 from asyncrl.learner.algorithms.advantages import advantages
 from asyncrl.learner.algorithms.advantages.return_advantages import value_targets
 from asyncrl.learner.algorithms.losses.covariance_losses import select_covariance
-from asyncrl.learner.algorithms.losses.policy_loss import loglinear_proximal
+from asyncrl.learner.algorithms.losses.policy_loss import PolicyTerms, TokenLoss, loglinear_proximal
 from asyncrl.learner.algorithms.registry import LOSSES, AlgorithmContext
+from asyncrl.learner.algorithms.roles import ROLES
 from asyncrl.learner.checks.finite_check import NonFiniteGroups
 from asyncrl.learner.data.batch import MicroBatch
-from asyncrl.learner.training import requirements
+from asyncrl.learner.training import objectives, passes, requirements
 from asyncrl.learner.training.experience import AdaptiveCoefficients, Experience
 from asyncrl.learner.training.objectives import PolicyObjective, unrejected
 from asyncrl.learner.training.version_step import (
+    PreparedClaim,
     Streaming,
     VersionReport,
     VersionStep,
@@ -170,14 +174,23 @@ def run(
     make: Callable[[int], Group] = group,
     way: type[VersionStep] | None = None,
     sharing: int = 1,
+    beforehand: bool = False,
 ) -> tuple[dict[str, list[Tensor]], VersionReport]:
     """Version 2, trained with these claims of each data rank, which is `sharing` ranks: the gradient of each optimizer
-    step of each model, and the report, both of which must be the same on every rank."""
+    step of each model, and the report, both of which must be the same on every rank. beforehand: another thread
+    prepares all claims."""
 
     def work(backend: FakeBackend) -> tuple[dict[str, list[Tensor]], VersionReport]:
         step = way(backend, config) if way else version_step(backend, config)
-        for claim in shares[backend.data_rank]:
-            step.add([make(ordinal) for ordinal in claim], 2)
+        claims = [[make(ordinal) for ordinal in claim] for claim in shares[backend.data_rank]]
+        prepared: list[PreparedClaim | None] = [None] * len(claims)
+        if beforehand:
+            with ThreadPoolExecutor(1) as claims_thread:
+                prepared = list(
+                    claims_thread.map(lambda claim: step.prepare(claim, 2) if claim else None, claims)
+                )
+        for claim, its in zip(claims, prepared, strict=True):
+            step.add(claim, 2, its)
         report = step.step(2)
         models = {"policy": backend.policy, **backend.models}
         return {name: model.gradients for name, model in models.items()}, report
@@ -237,6 +250,100 @@ def test_ranks_with_the_same_rows_count_once(name: str) -> None:
     assert same.values == pytest.approx(report.values, rel=1e-9)
 
 
+@every_case
+def test_claims_that_another_thread_has_prepared_change_nothing(name: str) -> None:
+    shares = [[[0, 4], [2], []], [[5, 1], [], [3]]]
+    expected, report = run(CASES[name], shares)
+    found, same = run(CASES[name], shares, beforehand=True)
+    close(found, expected, atol=0)
+    assert same.values == pytest.approx(report.values, rel=1e-12, abs=0)
+
+
+POOL = {
+    "placement": PlacementConfig(**dict.fromkeys(("reference", "critic", "cost_critic"), PlaceConfig("pool")))
+}
+READY = {
+    "plain": (config_of(AlgorithmConfig()), True),
+    "several steps": (several(AlgorithmConfig()), False),
+    "a pass of another model": (CASES["grpo with KL loss"], False),
+    "statistics of all ranks": (config_of(AlgorithmConfig(advantage="reinforce_pp_baseline")), False),
+    "a column of a pool": (config_of(AlgorithmConfig(shaping=ShapingConfig(kl_coef=0.1)), **POOL), True),
+    "coefficients of the version before": (
+        config_of(AlgorithmConfig(advantage="safe_rlhf", cost_multiplier=0.5), **POOL),
+        False,
+    ),
+    "code of the user": (config_of(AlgorithmConfig(own_advantage=f"{__file__}:own")), False),
+    "a loss of the user": (config_of(AlgorithmConfig(own_loss=f"{__file__}:own_loss")), True),
+}
+
+
+def own(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
+    return batch.rewards_R[batch.seq_N]
+
+
+def own_loss(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+    return TokenLoss(-terms.logp_N, torch.zeros_like(terms.logp_N, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_claim_gets_its_advantages_beforehand_where_nothing_else_is_needed(name: str) -> None:
+    config, ready = READY[name]
+
+    prepared = prepared_of(config)
+    assert bool(prepared.batch.advantages_N.any()) == prepared.ready == ready
+    assert prepared.batch.loss_mask_N.any()
+
+
+def test_targets_of_a_critic_of_the_user_are_computed_in_the_trainers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ROLES, "critic", dataclasses.replace(ROLES["critic"], targets=targets))
+    monkeypatch.setitem(LOSSES, "ppo", dataclasses.replace(LOSSES["ppo"], needs=frozenset({"critic"})))
+    assert not prepared_of(config_of(AlgorithmConfig(), **POOL)).ready
+
+
+def targets(batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
+    return batch.rewards_R[batch.seq_N]
+
+
+def prepared_of(config: Config) -> PreparedClaim:
+    """A claim with the columns of pools."""
+    made = group(0)
+    of_pools = dict.fromkeys(("reference", "values", "cost_values"), made.logprobs)
+    made = dataclasses.replace(made, columns={**made.columns, **of_pools})
+
+    def work(backend: FakeBackend) -> PreparedClaim:
+        return version_step(backend, config).prepare([made], 2)
+
+    (prepared,) = ranks(1, work, requirements.colocated(config))
+    return prepared
+
+
+def test_the_optimizer_step_does_not_wait_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of passes that a device has just ended."""
+
+    class OnDevice(passes.Mark):
+        reached = False
+
+    seen: list[str] = []
+    monkeypatch.setattr(passes, "Mark", OnDevice)
+    measure = objectives.token_metrics
+    monkeypatch.setattr(
+        objectives, "token_metrics", lambda *values: (seen.append("metrics"), measure(*values))[1]
+    )
+
+    def work(backend: FakeBackend) -> VersionReport:
+        make_step = backend.policy.optimizer_step
+        backend.policy.optimizer_step = lambda *values: (seen.append("step"), make_step(*values))[1]  # type: ignore
+        training = version_step(backend, config_of(AlgorithmConfig()))  # type: ignore[arg-type]
+        training.add([group(0)], 2)
+        return training.step(2)
+
+    (report,) = ranks(1, work)
+    assert seen == ["step", "metrics"]
+    assert report.values["train/entropy"] > 0
+
+
 STREAMING = [name for name, config in CASES.items() if not requirements.whole_batch(config)]
 
 
@@ -285,6 +392,7 @@ def test_what_is_rejected_leaves_what_the_policy_counts() -> None:
     def work(backend: FakeBackend) -> tuple[MicroBatch | None, MicroBatch | None]:
         experience = Experience(backend, config, Spans())
         scored = experience.score(MicroBatch.of([group(0)]))
+        assert scored is not None
         return scored, experience.ready(scored, 2, AdaptiveCoefficients.start(config.algorithm))[0]
 
     ((scored, ready),) = ranks(1, work)
@@ -329,6 +437,7 @@ def test_advantages_are_whitened_over_what_is_kept_if_it_is_rejected_first(first
     def work(backend: FakeBackend) -> MicroBatch | None:
         experience = Experience(backend, config, Spans())
         scored = experience.score(MicroBatch.of([group(0), group(1)]))
+        assert scored is not None
         return experience.ready(scored, 2, AdaptiveCoefficients.start(config.algorithm))[0]
 
     (ready,) = ranks(1, work)
