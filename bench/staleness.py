@@ -7,7 +7,8 @@
       └──────── copies of the last versions ──┘
 
 The engine, the rewards and the learner's steps are those of a run. Queue and processes are left out, so that the age is
-the same number for every token and a run repeats to the last bit. The first `age` versions have data of version 0.
+the same number for every token and a run repeats to the last bit, but for tasks with environments, whose turns come as
+threads give them. The first `age` versions have data of version 0.
 """
 
 from __future__ import annotations
