@@ -53,8 +53,7 @@ class HeldOutLoss:
         counts = sum((Counts(*theirs) for _, theirs, _ in every), Counts())
         if not counts.rollouts:
             return {}
-        merged = Metrics()
-        merged.merge(Metrics.from_wire(theirs) for *_, theirs in every)
+        merged = Metrics.of(Metrics.from_wire(theirs) for *_, theirs in every)
         found = {f"{PREFIX}{name.removeprefix(TRAINING)}": value for name, value in merged.values().items()}
         loss_sum = sum(theirs for theirs, *_ in every)
         return found | {f"{PREFIX}loss": loss_sum / self.objective.denominator(counts)}

@@ -104,8 +104,7 @@ class OfflineTrainer:
         return "target" if reached else ""
 
     def _write_row(self, step: OptimizerStep, taken: StepBatch) -> None:
-        metrics = Metrics()
-        metrics.merge([step.metrics])
+        metrics = Metrics.of([step.metrics])
         batch = taken.batch
         sizes = {"rollouts": 0, "tokens": 0, "tokens_with_prompts": 0, "left_out": taken.left_out}
         if batch is not None:
@@ -116,9 +115,7 @@ class OfflineTrainer:
         with self.spans("wait/ranks"):
             every = exchange_per_data_rank(self.backend, metrics.to_wire())
             readings = self.backend.exchange(self.records.utilization.reading())
-        merged = Metrics()
-        merged.merge(Metrics.from_wire(theirs) for theirs in every)
-        values = merged.values() | {
+        values = Metrics.of(map(Metrics.from_wire, every)).values() | {
             "train/loss": step.losses[POLICY],
             "train/grad_norm": step.norms[POLICY],
             "train/lr": step.rates[POLICY],

@@ -118,6 +118,13 @@ class Metrics:
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
 
+    @staticmethod
+    def of(parts: Iterable[Metrics]) -> Metrics:
+        """The metrics of all parts, merged."""
+        metrics = Metrics()
+        metrics.merge(parts)
+        return metrics
+
     def add(self, name: str, metric: Metric) -> None:
         have = self._metrics.get(name)
         if have is None:

@@ -23,6 +23,9 @@ from asyncrl.sync.tensors.checksum import hash_of_all
 from asyncrl.sync.tensors.shards import Shards
 from bench.overlap.times import Times
 
+FORWARD = 1 / 3
+"""The share of a pass after which its outputs are there. A backward pass has twice the products of a forward pass."""
+
 
 def load(config: Config, models: Collection[str]) -> FsdpBackend:
     """For `learner.own_backend`."""
@@ -33,10 +36,6 @@ def load(config: Config, models: Collection[str]) -> FsdpBackend:
         passes.Mark = policy.mark  # type: ignore[misc,assignment]
         version_decisions.hash_of_all = policy.hash_of_all  # type: ignore[assignment]
     return backend
-
-
-FORWARD = 1 / 3
-"""The share of a pass after which its outputs are there. A backward pass has twice the products of a forward pass."""
 
 
 class TimedMark:
@@ -84,7 +83,7 @@ class TimedPolicy:
         self._done_at = max(self._done_at, time.monotonic()) + seconds
 
     def _wait(self) -> None:
-        time.sleep(max(0.0, self._done_at - time.monotonic()))
+        TimedMark(self._done_at).wait()
 
     def mark(self, device: torch.device) -> TimedMark:
         """Behind all work that was queued."""

@@ -190,9 +190,7 @@ def age_metrics(batch: MicroBatch, logp_N: Tensor, clipped_N: Tensor, version: V
 
 def ready_metrics(batch: MicroBatch) -> Metrics:
     """Metrics of a batch that is ready to train on."""
-    metrics = Metrics()
-    metrics.merge([advantage_metrics(batch), value_metrics(batch)])
-    return metrics
+    return Metrics.of([advantage_metrics(batch), value_metrics(batch)])
 
 
 def advantage_metrics(batch: MicroBatch) -> Metrics:

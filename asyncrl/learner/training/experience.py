@@ -104,9 +104,7 @@ class Experience:
         corrected, rejected = self._corrected(batch, version) if self._proximal else (batch, Metrics())
         judged = unrejected(corrected) if config.correction.reject_first else batch
         batch = corrected.with_advantages(advantages(judged, config, context))
-        metrics = Metrics()
-        metrics.merge([rejected, shaped])
-        return batch, metrics
+        return batch, Metrics.of([rejected, shaped])
 
     def logprobs(self, groups: Sequence[Group]) -> list[Array]:
         """The policy's log-probs of each group's tokens as it is now, in their order; 0 where the mask is 0."""

@@ -59,14 +59,9 @@ class PassResult:
     @staticmethod
     def total(results: Iterable[PassResult]) -> PassResult:
         every = list(results)
-
-        def metrics() -> Metrics:
-            merged = Metrics()
-            merged.merge(result.metrics() for result in every)
-            return merged
-
+        loss = sum((result.loss for result in every), 0.0)
         bad = frozenset[int]().union(*(result.bad for result in every))
-        return PassResult(sum((result.loss for result in every), 0.0), bad, metrics)
+        return PassResult(loss, bad, lambda: Metrics.of(result.metrics() for result in every))
 
     def to_wire(self) -> list[Any]:
         return [self.loss, sorted(self.bad), self.metrics().to_wire()]

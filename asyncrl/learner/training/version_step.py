@@ -102,8 +102,8 @@ class VersionStep(ABC):
     def prepare(self, groups: Sequence[Group], version: Version) -> PreparedClaim:
         """One claim's groups, at least one, for `add` to the same version. In any thread. Raises TrainingError as
         `Experience.ready` does."""
-        batch, metrics = MicroBatch.of(groups), Metrics()
-        metrics.merge([end_metrics(groups), batch_metrics(batch, version)])
+        batch = MicroBatch.of(groups)
+        metrics = Metrics.of([end_metrics(groups), batch_metrics(batch, version)])
         return PreparedClaim(batch, False, nonfinite_inputs(batch), metrics)
 
     def add(
@@ -199,9 +199,7 @@ class VersionStep(ABC):
     def _report(self, steps: Sequence[OptimizerStep]) -> VersionReport:
         with self._spans("wait/ranks"):
             every = exchange_per_data_rank(self._backend, self._metrics.to_wire())
-        merged = Metrics()
-        merged.merge(Metrics.from_wire(metrics) for metrics in every)
-        report = version_values(merged)
+        report = version_values(Metrics.of(map(Metrics.from_wire, every)))
         adapted = self.controls.adapted(self._config.algorithm)  # train/kl_coef, train/cost_multiplier
         report |= {f"train/{name}": value for name, value in adapted.items()}
         report |= LogprobGap.of(step.gap for step in steps).metrics("train")

@@ -288,7 +288,6 @@ def own_loss(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
 @pytest.mark.parametrize("name", READY)
 def test_a_claim_gets_its_advantages_beforehand_where_nothing_else_is_needed(name: str) -> None:
     config, ready = READY[name]
-
     prepared = prepared_of(config)
     assert bool(prepared.batch.advantages_N.any()) == prepared.ready == ready
     assert prepared.batch.loss_mask_N.any()
@@ -297,13 +296,12 @@ def test_a_claim_gets_its_advantages_beforehand_where_nothing_else_is_needed(nam
 def test_targets_of_a_critic_of_the_user_are_computed_in_the_trainers_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(ROLES, "critic", dataclasses.replace(ROLES["critic"], targets=targets))
+    own_critic = dataclasses.replace(
+        ROLES["critic"], targets=lambda batch, config: batch.rewards_R[batch.seq_N]
+    )
+    monkeypatch.setitem(ROLES, "critic", own_critic)
     monkeypatch.setitem(LOSSES, "ppo", dataclasses.replace(LOSSES["ppo"], needs=frozenset({"critic"})))
     assert not prepared_of(config_of(AlgorithmConfig(), **POOL)).ready
-
-
-def targets(batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    return batch.rewards_R[batch.seq_N]
 
 
 def prepared_of(config: Config) -> PreparedClaim:
