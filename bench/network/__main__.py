@@ -94,10 +94,11 @@ class Ours:
         self, module: str, host: Host, shape: Mapping[str, object], sync: Mapping[str, object] | None = None
     ) -> Process:
         told = {**self._told, **shape, "sync": {**self._sync, "host": host.address, **(sync or {})}}
-        return self._stack.enter_context(_process(module, self._folder, host, told))
+        return self._stack.enter_context(host_process(module, self._folder, host, told))
 
 
-def _process(module: str, folder: Path, host: Host, told: Mapping[str, object]) -> Process:
+def host_process(module: str, folder: Path, host: Host, told: Mapping[str, object]) -> Process:
+    """A process of that host, with its log in the folder."""
     log = folder / f"{len(list(folder.iterdir()))}-{module}-{host.name}.log"
     return Process([module], log, told, begins=host.moving_there())
 

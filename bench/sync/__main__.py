@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.bars import Measured, figures
 from bench.output import bench_parser, machine, write_results
-from bench.sync.fewer_bytes import delta_bytes_ratio
+from bench.sync.fewer_bytes import delta_bytes
 from bench.sync.model import SHAPES, total_bytes
 from bench.sync.planning import plan_671b_s
 from bench.sync.report import BARS, table
@@ -54,7 +54,7 @@ def _once(millions: int, ours: Ours) -> dict[str, float]:
     return {
         **ours.pauses("generator_pause", None),
         **ours.pauses("generator_pause_slow_link", total_bytes(millions) / SLOW_S),
-        "delta_bytes_ratio": delta_bytes_ratio(millions),
+        **{f"delta_bytes_ratio.{kind}": share for kind, share in delta_bytes(millions).items()},
     }
 
 

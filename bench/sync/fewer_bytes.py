@@ -2,30 +2,30 @@
 
     python -m bench.sync.fewer_bytes --parameters 100 --json FILE --table FILE
 
-For each form: bytes of a version and of its changes, as shares of a whole version in bf16; the learner's pause and the
-time to write projections out again for the embedded engine, over one plain copy of as much bf16.
+For each form: bytes of a version and of its changes, plain and deflated, as shares of a whole version in bf16; the
+learner's pause and the time to write projections out again for the embedded engine, over a plain copy of as much bf16.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from asyncrl.learner.ranks import process_group
-from asyncrl.sync.delta.delta import add, bits, changes_to_bytes, find_changes, read
+from asyncrl.sync.delta.delta import add, bits, changes_to_bytes, deflate, find_changes, read
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
 from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.tensors.quantization import QuantizedShards, dequantize
 from asyncrl.sync.tensors.shards import LiveShards, Shards, TensorBuffer, layout_of
 from bench.output import bench_parser, machine, write_results
 from bench.sync.model import SHAPES, shapes, total_bytes
-from bench.sync.tensors import drawn
+from bench.sync.tensors import LR, drawn
 
-LR = 1e-6
 WARM_UP, STEPS = 10, 2
 MOST = 1 << 16
 """Elements of one tensor that are trained, about: more of them change the figure by nothing."""
@@ -34,36 +34,38 @@ FORMS: tuple[str | None, ...] = (None, "int8", "fp8")
 CPU = torch.device("cpu")
 
 
-def delta_bytes_ratio(millions: int, lr: float = LR, quantization: str | None = None) -> float:
+def delta_bytes(millions: int, lr: float = LR, quantization: str | None = None) -> dict[str, float]:
     """The bytes of the last two deltas of some AdamW steps on fp32 masters, between their bf16 copies, or between those
-    in 8 bits; over the bytes of versions in bf16. Each step is bit-exact, else RuntimeError.
+    in 8 bits; over the bytes of versions in bf16: plain, and deflated. Each step is bit-exact, else RuntimeError.
 
     Gradients keep their signs, so that every step has the full length `lr`: with noisier ones it is shorter, and fewer
     weights change.
     """
-    sent = total = 0
+    sent, total = Counter[str](), 0
     for name, shape in shapes(millions).items():
         weights = drawn(name, shape)
         some = weights[: max(1, MOST // shape[-1])] if weights.dim() > 1 else weights[:MOST]
-        sent += _deltas(name, some, lr, quantization)
+        sent.update(_deltas(name, some, lr, quantization))
         total += STEPS * 2 * some.numel()
-    return sent / total
+    return {kind: count / total for kind, count in sent.items()}
 
 
-def _deltas(name: str, weights: Tensor, lr: float, quantization: str | None) -> int:
+def _deltas(name: str, weights: Tensor, lr: float, quantization: str | None) -> Counter[str]:
     """Bytes of the deltas of one parameter."""
     master = weights.float().requires_grad_()
     master.data += 1e-5 * torch.randn_like(master)  # masters lie anywhere between two bf16 numbers
     direction = torch.randn_like(master)
     optimizer = torch.optim.AdamW([master], lr=lr, weight_decay=0.0)
-    staged, sent = _form(name, master, quantization), 0
+    staged, sent = _form(name, master, quantization), Counter[str]()
     for step in range(WARM_UP + STEPS):
         master.grad = direction + 0.1 * torch.randn_like(master)
         optimizer.step()
         for held, new in zip(staged, _form(name, master, quantization), strict=True):
-            record = changes_to_bytes(find_changes(held, new))
-            sent += record.numel() if step >= WARM_UP else 0
-            (changes,) = read(record, [(held.numel(), held.element_size())])
+            plain = changes_to_bytes(find_changes(held, new))
+            deflated = deflate(plain, held.element_size())
+            if step >= WARM_UP:
+                sent.update(plain=plain.numel(), deflated=deflated.numel())
+            (changes,) = read(deflated, [(held.numel(), held.element_size())])
             add(held, changes)
             if not torch.equal(bits(held), bits(new)):
                 raise RuntimeError(f"step {step}: the delta does not give the new weights")
@@ -125,7 +127,8 @@ def main() -> None:
     for form in FORMS:
         name = form or "bf16"
         found[f"version_bytes.{name}"] = version_bytes_ratio(args.parameters, form)
-        found[f"delta_bytes.{name}"] = delta_bytes_ratio(args.parameters, quantization=form)
+        for kind, share in delta_bytes(args.parameters, quantization=form).items():
+            found[f"delta_bytes.{name}.{kind}"] = share
     found |= times(args.parameters, args.repetitions)
     text = table(found, args.parameters)
     print(text)
@@ -137,15 +140,16 @@ def table(found: Mapping[str, float], millions: int) -> str:
     rows = [
         f"Versions of {millions}M parameters, over one in bf16; AdamW at a rate of {LR:g}. Times over a plain copy.",
         "",
-        "| form | bytes | bytes of changes | the learner's pause | writing out |",
-        "|---|---|---|---|---|",
+        "| form | bytes | bytes of changes | deflated | the learner's pause | writing out |",
+        "|---|---|---|---|---|---|",
     ]
     for form in FORMS:
         name = form or "bf16"
         pause, out = (found.get(f"{what}.{name}") for what in ("pause_over_copy", "write_out_over_copy"))
         times = ["1" if pause is None else f"{pause:.1f}", "" if out is None else f"{out:.1f}"]
-        share, changes = found[f"version_bytes.{name}"], found[f"delta_bytes.{name}"]
-        rows.append(f"| {name} | {share:.3f} | {changes:.4f} | {times[0]} | {times[1]} |")
+        share = found[f"version_bytes.{name}"]
+        plain, deflated = (found[f"delta_bytes.{name}.{kind}"] for kind in ("plain", "deflated"))
+        rows.append(f"| {name} | {share:.3f} | {plain:.4f} | {deflated:.4f} | {times[0]} | {times[1]} |")
     return "\n".join(rows) + "\n"
 
 

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+import asyncrl.sync.delta.link_speed as link_speed
 from asyncrl.config.schema import SyncConfig
 from asyncrl.rpc.keys import client_keys
 from asyncrl.sync.channels.shared_memory import allocated_bytes
@@ -14,7 +15,7 @@ from asyncrl.sync.stream.publisher import Publisher
 from asyncrl.sync.tensors.shards import Shards
 from bench.process import Talk
 from bench.sync.model import LEARNERS, learner_layout
-from bench.sync.tensors import shards_of
+from bench.sync.tensors import Drift, shards_of
 
 
 def main() -> None:
@@ -24,12 +25,18 @@ def main() -> None:
     rank = said["rank"]
     layout = learner_layout(said["millions"], rank)
     live = shards_of(layout)
+    drift = Drift(live) if said.get("drifts") else None
+    if "deflate_bytes_s" in said:
+        link_speed.DEFLATE_BYTES_S = said["deflate_bytes_s"]
     # One snapshot: every version is taken before the next.
-    config = SyncConfig(backend=said["backend"], snapshots=1, delta="never", **said.get("sync", {}))
+    sync = {"snapshots": 1, "delta": "never", **said.get("sync", {})}
+    config = SyncConfig(backend=said["backend"], **sync)
     keys = client_keys(said.get("keys"))
     publisher = Publisher(rank, LEARNERS, Shards(layout, live), config, lineage=1, keys=keys)
     talk.tell(publisher.endpoint)
     while (version := talk.hears()) is not None:
+        if drift is not None:
+            drift.step()
         begun = time.monotonic()
         report = publisher.publish(version)
         talk.tell(

@@ -11,10 +11,14 @@ the base, and checks a hash afterwards.
 
 A record, all of it in multiples of 8 bytes:
 
-    header  int64 [3]   bytes of gaps, or -1: every element has a step · steps · wide steps, or -1: all are wide
+    header  int64 [5]   bytes of gaps, or -1: every element has a step · steps · wide steps, or -1: all are wide
+                        · bytes of gaps and of narrow steps where they are deflated, else -1
     wide    int [·]     steps that do not fit a byte, as wide as an element
     gaps    uint8 [·]   unchanged elements before each changed one; 255: that many, and no changed one yet
     narrow  int8 [·]    a byte for each step; -128: the next of the wide ones
+
+Gaps and narrow steps may be deflated (RFC 1950), each alone, for a slow link. Equal stretches are rare in them, so they
+get Huffman codes and no matches. Of bf16 weights after an optimizer step, gaps have some 6.3 bits and steps 2.
 
 Changes of boxes that tile a parameter become changes of another box of it (`cut`): so a delta follows a plan.
 
@@ -26,7 +30,8 @@ Changes of boxes that tile a parameter become changes of another box of it (`cut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +52,13 @@ UNCHANGED = 255
 WIDE = -128
 """A narrow byte whose step is among the wide ones."""
 
-HEADER_BYTES = 24
+HEADER_BYTES = 40
+
+GAPS_DEFLATED, STEPS_DEFLATED = 3, 4
+"""Places in the header."""
+
+PLAIN = -1
+"""In place of the bytes of what is not deflated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +118,24 @@ def changes_to_bytes(changes: Changes) -> torch.Tensor:
         count, narrow = wide.numel(), narrow.masked_fill_(unfit, WIDE)
     else:
         count, wide, narrow = -1, steps, narrow[:0]
-    header = torch.tensor([-1 if gaps is None else gaps.numel(), steps.numel(), count])
-    parts = [part.view(torch.uint8) for part in (header, wide, gaps, narrow) if part is not None]
-    parts.append(torch.zeros(-sum(map(len, parts)) % 8, dtype=torch.uint8))
-    return torch.cat(parts)
+    header = torch.tensor([-1 if gaps is None else gaps.numel(), steps.numel(), count, PLAIN, PLAIN])
+    return _joined(part.view(torch.uint8) for part in (header, wide, gaps, narrow) if part is not None)
+
+
+def deflate(record: torch.Tensor, item: int) -> torch.Tensor:
+    """A record of `changes_to_bytes`, gaps and narrow steps deflated where that is shorter.
+
+    item: bytes of an element
+    """
+    fields, parts = _fields(record), []
+    whole = _whole_sizes(fields, item)
+    _, wide, *packable, _ = record.split([HEADER_BYTES, *whole, record.numel() - HEADER_BYTES - sum(whole)])
+    for place, part in zip((GAPS_DEFLATED, STEPS_DEFLATED), packable, strict=True):
+        deflated = _deflated(part)
+        shorter = deflated.numel() < part.numel()
+        fields[place] = deflated.numel() if shorter else PLAIN
+        parts.append(deflated if shorter else part)
+    return _joined([torch.tensor(fields).view(torch.uint8), wide, *parts])
 
 
 def read(data: torch.Tensor, tensors: list[tuple[int, int]]) -> Iterator[Changes]:
@@ -213,24 +238,68 @@ def _record(data: torch.Tensor, elements: int, item: int) -> tuple[Changes, int]
     """The record that `data` begins with, and its bytes."""
     if data.numel() < HEADER_BYTES:
         raise WireError(f"a delta ends after {data.numel()} bytes of a header")
-    gap_bytes, count, wide_count = data[:HEADER_BYTES].view(torch.int64).tolist()
-    dense, all_wide = gap_bytes == -1, wide_count == -1
-    gap_bytes, wide_count = max(gap_bytes, 0), count if all_wide else wide_count
+    fields = _fields(data)
+    dense, all_wide = fields[0] == -1, fields[2] == -1
+    gap_bytes, count, wide_count = max(fields[0], 0), fields[1], fields[1] if all_wide else fields[2]
     if not (0 <= wide_count <= count <= elements and count <= (elements if dense else gap_bytes) <= elements):
         raise WireError(
             f"a delta of {count} steps, {wide_count} wide, {gap_bytes} gaps, for {elements} elements"
         )
-    sizes = [HEADER_BYTES, wide_count * item, gap_bytes, 0 if all_wide else count]
-    length = -(-sum(sizes) // 8) * 8
+    if dense and count != elements:
+        raise WireError(f"a delta of {count} steps for all of {elements} elements")
+    wide_bytes, *whole = _whole_sizes(fields, item)
+    deflated = fields[GAPS_DEFLATED], fields[STEPS_DEFLATED]
+    if not all(PLAIN <= size <= most for size, most in zip(deflated, whole, strict=True)):
+        raise WireError(f"a delta of {whole} bytes of gaps and steps, {list(deflated)} when deflated")
+    sizes = [most if size == PLAIN else size for size, most in zip(deflated, whole, strict=True)]
+    used = HEADER_BYTES + wide_bytes + sum(sizes)
+    length = -(-used // 8) * 8
     if data.numel() < length:
         raise WireError(f"a delta of {length} bytes ends after {data.numel()}")
-    _, wide, gaps, narrow, _ = data[:length].split([*sizes, length - sum(sizes)])
+    _, wide, *packed, _ = data[:length].split([HEADER_BYTES, wide_bytes, *sizes, length - used])
+    gaps, narrow = (
+        part if size == PLAIN else _inflated(part, most)
+        for part, size, most in zip(packed, deflated, whole, strict=True)
+    )
     steps = wide.view(INTEGERS[item])
     if not all_wide:
         steps = _steps(narrow.view(torch.int8), steps)
-    if dense and count != elements:
-        raise WireError(f"a delta of {count} steps for all of {elements} elements")
     return Changes(None if dense else _positions(gaps, count, elements), steps), length
+
+
+def _fields(record: torch.Tensor) -> list[int]:
+    fields: list[int] = record[:HEADER_BYTES].view(torch.int64).tolist()
+    return fields
+
+
+def _whole_sizes(fields: Sequence[int], item: int) -> tuple[int, int, int]:
+    """Bytes of wide steps, gaps and narrow steps, none of them deflated."""
+    gap_bytes, count, wide_count = fields[:3]
+    all_wide = wide_count == -1
+    return (count if all_wide else wide_count) * item, max(gap_bytes, 0), 0 if all_wide else count
+
+
+def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A record of these parts, with zeros up to a multiple of 8 bytes."""
+    every = list(parts)
+    return torch.cat([*every, torch.zeros(-sum(map(len, every)) % 8, dtype=torch.uint8)])
+
+
+def _deflated(part: torch.Tensor) -> torch.Tensor:
+    packer = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
+    return torch.frombuffer(bytearray(packer.compress(part.numpy().data) + packer.flush()), dtype=torch.uint8)
+
+
+def _inflated(part: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] uint8. Raises WireError for anything else; no more than `size` bytes are unpacked."""
+    unpacker = zlib.decompressobj()
+    try:
+        whole = unpacker.decompress(part.numpy().data, size + 1)
+    except zlib.error as error:
+        raise WireError(f"a delta with gaps or steps that cannot be inflated: {error}") from None
+    if len(whole) != size or not unpacker.eof or unpacker.unused_data:
+        raise WireError(f"a delta with gaps or steps of {len(whole)} bytes once inflated, not {size}")
+    return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
 
 
 def _steps(narrow: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:

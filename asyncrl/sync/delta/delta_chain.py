@@ -22,7 +22,7 @@ import torch
 
 from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream
-from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, read
+from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, deflate, read
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
 from asyncrl.sync.delta.device_delta import all_changes
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
@@ -51,12 +51,15 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class DeltaStep:
-    """From `base`, the version published before it, to `version`. tiles: of each parameter, all that is held."""
+    """From `base`, the version published before it, to `version`.
+
+    tiles: of each parameter, all that is held · routed: messages by plan, and by whether they are deflated
+    """
 
     base: Version
     version: Version
     tiles: Mapping[str, Sequence[Tile]]
-    routed: dict[SourcePlan, Messages] = field(default_factory=dict)
+    routed: dict[tuple[SourcePlan, bool], Messages] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -82,21 +85,26 @@ def make_step(
     return DeltaStep(base, version, found)
 
 
-def route(step: DeltaStep, source: SourcePlan, layout: Layout) -> Messages:
+def route(step: DeltaStep, source: SourcePlan, layout: Layout, deflated: bool) -> Messages:
     """One message for each bucket of a plan: a record for each piece, or nothing where none has changes."""
     messages = []
     for bucket in source.buckets:
-        records = [_record(step.tiles[piece.name], piece, layout) for piece in bucket.pieces]
+        items = [ITEM_BYTES[layout[piece.name].dtype] for piece in bucket.pieces]
+        records = [
+            _record(step.tiles[piece.name], piece, item)
+            for piece, item in zip(bucket.pieces, items, strict=True)
+        ]
         changed = any(bool(record[:HEADER_BYTES].view(torch.int64)[1]) for record in records)
+        if deflated:
+            records = [deflate(record, item) for record, item in zip(records, items, strict=True)]
         messages.append(torch.cat(records) if changed else torch.empty(0, dtype=torch.uint8))
     return tuple(messages)
 
 
-def _record(tiles: Sequence[Tile], piece: Piece, layout: Layout) -> torch.Tensor:
+def _record(tiles: Sequence[Tile], piece: Piece, item: int) -> torch.Tensor:
     inside = [tile for tile in tiles if tile.box.intersection(piece.box)]
     if len(inside) == 1 and inside[0].box == piece.box:
         return inside[0].record
-    item = ITEM_BYTES[layout[piece.name].dtype]
     changes = [(t.box, c) for t in inside for c in read(t.record, [(t.box.elements, item)])]
     return changes_to_bytes(cut(changes, piece.box))
 
@@ -130,9 +138,9 @@ class DeltaChain:
             self._changed.notify_all()
 
     def find(
-        self, base: Version | None, version: Version, source: SourcePlan, wait_s: float
+        self, base: Version | None, version: Version, source: SourcePlan, wait_s: float, *, deflated: bool
     ) -> Deltas | None:
-        """The steps from `base` to `version` for a plan; None if there are none in `wait_s`.
+        """The steps from `base` to `version` for a plan, deflated or not; None if there are none in `wait_s`.
 
         Waits for a step that is being made. Steps are made from the first call on.
         """
@@ -142,7 +150,7 @@ class DeltaChain:
                 return None
             self._changed.wait_for(lambda: self._closing or self._made(version), max(0.0, wait_s))
             steps = self._path(base, version)
-        return None if steps is None else [self._routed(step, source) for step in steps]
+        return None if steps is None else [self._routed(step, source, deflated) for step in steps]
 
     @property
     def bytes(self) -> int:
@@ -174,14 +182,15 @@ class DeltaChain:
                 at = step.base
         return path[::-1] if at == base else None
 
-    def _routed(self, step: DeltaStep, source: SourcePlan) -> Messages:
+    def _routed(self, step: DeltaStep, source: SourcePlan, deflated: bool) -> Messages:
+        key = source, deflated
         with self._routing:
-            if source not in step.routed:
-                messages = route(step, source, self._layout)
+            if key not in step.routed:
+                messages = route(step, source, self._layout, deflated)
                 with self._changed:
-                    step.routed[source] = messages
+                    step.routed[key] = messages
                     self._evict()
-            return step.routed[source]
+            return step.routed[key]
 
     def _evict(self) -> None:
         while self.bytes > self._most_bytes:

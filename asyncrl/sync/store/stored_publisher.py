@@ -25,8 +25,9 @@ import torch
 from asyncrl.config.schema import SyncConfig
 from asyncrl.device.streams import SideStream
 from asyncrl.errors import AsyncRLError, WeightSyncError
-from asyncrl.sync.delta.delta import changes_to_bytes
+from asyncrl.sync.delta.delta import changes_to_bytes, deflate
 from asyncrl.sync.delta.device_delta import all_changes
+from asyncrl.sync.delta.link_speed import LinkSpeed
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.store.blobs import Blobs, Bytes
 from asyncrl.sync.store.stored import (
@@ -44,7 +45,6 @@ from asyncrl.sync.store.stored import (
     version_of,
 )
 from asyncrl.sync.stream.publisher import RankPublisher
-from asyncrl.sync.stream.sender import FAST_BYTES_S, LATENCY_S
 from asyncrl.sync.stream.snapshot import Pin, PublishReport, SnapshotEvictedError, SnapshotMemory
 from asyncrl.sync.tensors.checksum import row_digest
 from asyncrl.sync.tensors.shards import LiveShards, flat_bytes
@@ -108,7 +108,7 @@ class StoredPublisher(RankPublisher):
         self.endpoint = f"rank-{rank:05d}/{lineage}-{secrets.token_hex(8)}"
         self._layout, self._blobs = live.layout, blobs
         self._chain = Chain(self._snapshots.bytes)  # the writer's
-        self._slow = False  # the store, by the last full version
+        self._speed = LinkSpeed()  # of the store
         self._changed = threading.Condition()  # guards what follows
         self._stored: Version = -1
         self._failed = 0
@@ -196,7 +196,7 @@ class StoredPublisher(RankPublisher):
         if written is None:
             written = self._store_full(pin)
             self._chain.add_full(pin.version)
-            self._slow = time.monotonic() - begun > LATENCY_S + written / FAST_BYTES_S
+            self._speed = LinkSpeed.of(written, time.monotonic() - begun)
         else:
             self._chain.add_delta(pin.version, written)
             self._count("delta_bytes", written)
@@ -217,7 +217,7 @@ class StoredPublisher(RankPublisher):
         """Returns the bytes of the blob; None: it must be stored in full."""
         if (
             self._config.delta == "never"
-            or not (self._slow or self._config.delta == "always")
+            or not (self._speed.is_slow or self._config.delta == "always")
             or not self._chain.goes_on
         ):
             return None
@@ -228,7 +228,8 @@ class StoredPublisher(RankPublisher):
             new = self._block(pin, block, digests)
             old = self._snapshots.shards_of(base)
             if old is not None:
-                records.append(changes_to_bytes(*all_changes([(old.view(block.name, block.box), new)])))
+                record = changes_to_bytes(*all_changes([(old.view(block.name, block.box), new)]))
+                records.append(deflate(record, new.element_size()) if self._speed.is_very_slow else record)
             if old is None or self._snapshots.shards_of(base) is not old:
                 return None  # the base was overwritten meanwhile: nothing pins it
         table = delta_table(records)

@@ -27,6 +27,7 @@ from asyncrl.sync.channels.addresses import LOOPBACK
 from asyncrl.sync.channels.choose import place_of
 from asyncrl.sync.delta.delta_chain import DeltaChain
 from asyncrl.sync.delta.delta_stream import Deltas
+from asyncrl.sync.delta.link_speed import LinkSpeed
 from asyncrl.sync.layout.layout import to_wire
 from asyncrl.sync.plan.plan import SourcePlan, source_from_wire
 from asyncrl.sync.plan.tree import Links, Member
@@ -85,11 +86,11 @@ class SnapshotSource(SnapshotMemory):
             return self._shares[key]
 
     def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+        self, pin: Pin, base: Version | None, source: SourcePlan, speed: LinkSpeed, seconds: float
     ) -> Deltas | None:
-        if self._chain is None or not (slow or self._config.delta == "always"):
+        if self._chain is None or not (speed.is_slow or self._config.delta == "always"):
             return None
-        return self._chain.find(base, pin.version, source, seconds)
+        return self._chain.find(base, pin.version, source, seconds, deflated=speed.is_very_slow)
 
 
 class RankPublisher:

@@ -22,6 +22,7 @@ from asyncrl.device.streams import StreamEvent
 from asyncrl.errors import DeadlineError, RefusedError
 from asyncrl.rpc.keys import ClientKeys
 from asyncrl.sync.delta.delta_stream import Deltas
+from asyncrl.sync.delta.link_speed import LinkSpeed
 from asyncrl.sync.plan.plan import Plan, SourcePlan, source_from_wire
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.stream.version_server import VersionServer
@@ -127,7 +128,7 @@ class StagingSource:
         return self._wait_for(pin, None, seconds)
 
     def deltas(
-        self, pin: Pin, base: Version | None, source: SourcePlan, slow: bool, seconds: float
+        self, pin: Pin, base: Version | None, source: SourcePlan, speed: LinkSpeed, seconds: float
     ) -> Deltas | None:
         """A relay keeps none: its children are near."""
         return None

@@ -32,6 +32,7 @@ from asyncrl.sync.channels.channel import Channel, Meeting
 from asyncrl.sync.channels.choose import Kind, accept
 from asyncrl.sync.channels.listener import ChannelListener
 from asyncrl.sync.delta.delta_stream import Deltas, announce, deltas_bytes, send_deltas
+from asyncrl.sync.delta.link_speed import LinkSpeed
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.stream.snapshot import Pin, SnapshotEvictedError
 from asyncrl.sync.tensors.bucket import Buffers, send_buckets
@@ -44,9 +45,6 @@ log = logging.getLogger(__name__)
 
 HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """The other end of a connection is gone."""
-
-FAST_BYTES_S, LATENCY_S = 1e9, 0.05
-"""A link that takes longer for a full stream is slow. Deltas are made at about that speed by one core."""
 
 MOST_JOBS = 4
 """Transfers that wait for one subscriber, which takes one at a time."""
@@ -80,10 +78,10 @@ class VersionSource(Protocol):
         """Hash of the plan's part of the pinned version. Raises SnapshotEvictedError, DeadlineError."""
 
     def deltas(
-        self, pin: Pin, base: Version | None, plan: SourcePlan, slow: bool, seconds: float
+        self, pin: Pin, base: Version | None, plan: SourcePlan, speed: LinkSpeed, seconds: float
     ) -> Deltas | None:
-        """The changes from `base`, which the other end has, to the pinned version; None: send all of it. `slow`: the
-        link is."""
+        """The changes from `base`, which the other end has, to the pinned version; None: send all of it. speed: of the
+        link."""
 
 
 class TransferCounts:
@@ -131,7 +129,7 @@ class Sender:
         self.seen_at = time.monotonic()  # set by the server: the last request of this session
         self._plan, self._source, self._kind, self._listener = plan, source, kind, listener
         self._meeting, self._counts = meeting, counts
-        self._slow = False  # by the last full stream
+        self._speed = LinkSpeed()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards `ended`: no job may slip in after the last look at the queue
         self.ended = False
@@ -226,7 +224,7 @@ class Sender:
             shards = source.shards(pin)
             hashing = hasher.submit(source.share, pin, plan, seconds_left())
             # Half of the time: if the changes are not made by then, the rest must do for the whole version.
-            deltas = source.deltas(pin, job.base, plan, self._slow, seconds_left() / 2)
+            deltas = source.deltas(pin, job.base, plan, self._speed, seconds_left() / 2)
             if deltas is not None and deltas_bytes(deltas) >= plan.bytes:
                 deltas = None
             announce(deltas, channel, seconds_left)
@@ -273,7 +271,7 @@ class Sender:
             lambda: source.moved(pin),
             lambda index: source.ready(pin, index, seconds_left()),
         )
-        self._slow = time.monotonic() - begun > LATENCY_S + plan.bytes / FAST_BYTES_S
+        self._speed = LinkSpeed.of(plan.bytes, time.monotonic() - begun)
         return plan.bytes
 
     def _send_deltas(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from asyncrl.sync.delta.delta import (
     Changes,
     add,
     changes_to_bytes,
+    deflate,
     find_changes,
     most_bytes,
     read,
@@ -65,7 +68,13 @@ def test_any_two_tensors_come_back_bit_for_bit(pair: tuple[torch.Tensor, torch.T
     apply_delta(staged, record)
     assert same_bits(staged, new)
     assert record.numel() % 8 == 0
-    assert record.numel() <= most_bytes(new.numel() * new.element_size())
+    assert record.numel() <= most_bytes(new.nbytes)
+    shorter = deflate(record, new.element_size())
+    assert shorter.numel() % 8 == 0
+    assert shorter.numel() <= record.numel()
+    staged = old.clone()
+    apply_delta(staged, shorter)
+    assert same_bits(staged, new)
 
 
 @given(pairs(), st.integers(0, 2), st.booleans())
@@ -96,12 +105,12 @@ def test_the_record_by_hand() -> None:
     new[3], new[4], new[600] = 1, -127, 1000
     record = encode_delta(old, new)
     # 3 unchanged · 0 · 595 = 2 · 255 + 85 unchanged
-    assert header(record) == [5, 3, 1]
-    assert record[24:26].view(torch.int16).tolist() == [1000]
-    assert record[26:31].tolist() == [3, 0, 255, 255, 85]
-    assert record[31:34].view(torch.int8).tolist() == [1, -127, -128]
-    assert record.numel() == 40
-    assert header(encode_delta(old, old)) == [0, 0, -1]
+    assert header(record) == [5, 3, 1, -1, -1]
+    assert record[40:42].view(torch.int16).tolist() == [1000]
+    assert record[42:47].tolist() == [3, 0, 255, 255, 85]
+    assert record[47:50].view(torch.int8).tolist() == [1, -127, -128]
+    assert record.numel() == 56
+    assert header(encode_delta(old, old)) == [0, 0, -1, -1, -1]
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511])
@@ -134,9 +143,9 @@ def test_changes_beyond_the_first_chunk_keep_their_places(monkeypatch: pytest.Mo
 def test_when_most_elements_change_positions_are_left_out() -> None:
     old = torch.arange(100, dtype=torch.int32)
     record = encode_delta(old, old + 1)
-    assert header(record) == [-1, 100, 0]
-    assert record.numel() == 24 + 100 + 4
-    assert header(encode_delta(old, old + (1 << 20))) == [-1, 100, -1]
+    assert header(record) == [-1, 100, 0, -1, -1]
+    assert record.numel() == 40 + 100 + 4
+    assert header(encode_delta(old, old + (1 << 20))) == [-1, 100, -1, -1, -1]
 
 
 def test_the_share_of_bf16_weights_that_an_adamw_step_changes() -> None:
@@ -146,8 +155,10 @@ def test_the_share_of_bf16_weights_that_an_adamw_step_changes() -> None:
     moved = masters + 1e-6 * torch.randn(1 << 20).sign()
     old, new = masters.bfloat16(), moved.bfloat16()
     changes = find_changes(old, new)
+    record = changes_to_bytes(changes)
     assert 0.03 < changes.steps.numel() / old.numel() < 0.05
-    assert encode_delta(old, new).numel() / (2 * old.numel()) < 0.05
+    assert record.numel() / old.nbytes < 0.05
+    assert deflate(record, 2).numel() < 0.55 * record.numel()
 
 
 def test_records_lie_one_after_another() -> None:
@@ -173,6 +184,36 @@ def with_header(record: torch.Tensor, *fields: int) -> torch.Tensor:
 
 
 SPARSE = changes_to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500], dtype=torch.int16)))
+REGULAR = changes_to_bytes(Changes(torch.arange(0, 1000, 4), torch.ones(250, dtype=torch.int16)))
+DEFLATED = deflate(REGULAR, 2)
+"""Gaps from byte 40 on: the checksum of each part is its end."""
+AT, END = header(DEFLATED)[3:], HEADER_BYTES + sum(header(DEFLATED)[3:])
+
+
+def bomb(size: int) -> torch.Tensor:
+    """A record whose 250 gaps are `size` zeros once inflated."""
+    data = zlib.compress(bytes(size))
+    fields = torch.tensor([250, 250, 0, len(data), -1]).view(torch.uint8)
+    parts = [fields, torch.frombuffer(bytearray(data), dtype=torch.uint8), torch.ones(250, dtype=torch.uint8)]
+    return torch.cat([*parts, torch.zeros(-sum(map(len, parts)) % 8, dtype=torch.uint8)])
+
+
+def flipped(record: torch.Tensor, at: int) -> torch.Tensor:
+    record = record.clone()
+    record[at] ^= 1
+    return record
+
+
+def test_parts_that_are_shorter_are_deflated_by_hand() -> None:
+    assert header(REGULAR) == [250, 250, 0, -1, -1]
+    assert 0 < header(DEFLATED)[3] < 60
+    assert 0 < header(DEFLATED)[4] < 60
+    assert zlib.decompress(DEFLATED[40:].numpy().data) == bytes([0] + [3] * 249)
+    assert torch.equal(deflate(SPARSE, 2), SPARSE), "two gaps take more bytes when deflated"
+    staged = torch.zeros(1000, dtype=torch.int16)
+    apply_delta(staged, DEFLATED)
+    assert staged[::4].eq(1).all()
+    assert staged.sum() == 250
 
 
 @pytest.mark.parametrize(
@@ -181,13 +222,26 @@ SPARSE = changes_to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500],
         SPARSE[:16],
         SPARSE[:-8],
         torch.cat([SPARSE, SPARSE[:8]]),
-        with_header(SPARSE, 5, 2, 3),
-        with_header(SPARSE, 4, 2, 1),
-        with_header(SPARSE, 5, 3, 1),
-        with_header(SPARSE, 5, -2, 1),
-        with_header(SPARSE, -2, 2, 1),
-        with_header(SPARSE, -1, 2, 1),
-        with_header(SPARSE, 1 << 62, 1 << 62, 1 << 62),
+        with_header(SPARSE, 5, 2, 3, -1, -1),
+        with_header(SPARSE, 4, 2, 1, -1, -1),
+        with_header(SPARSE, 5, 3, 1, -1, -1),
+        with_header(SPARSE, 5, -2, 1, -1, -1),
+        with_header(SPARSE, -2, 2, 1, -1, -1),
+        with_header(SPARSE, -1, 2, 1, -1, -1),
+        with_header(SPARSE, 1 << 62, 1 << 62, 1 << 62, -1, -1),
+        with_header(SPARSE, *header(SPARSE)[:3], -2, -1),
+        with_header(SPARSE, *header(SPARSE)[:3], 1 << 62, -1),
+        with_header(SPARSE, *header(SPARSE)[:3], header(SPARSE)[0], -1),
+        with_header(REGULAR, 250, 250, 0, 0, 0),
+        with_header(DEFLATED, 250, 250, 0, AT[0], AT[1] - 1),
+        with_header(DEFLATED, 250, 250, 0, AT[0] - 1, AT[1]),
+        with_header(DEFLATED, 249, 249, 0, *AT),
+        flipped(DEFLATED, HEADER_BYTES),
+        flipped(DEFLATED, HEADER_BYTES + AT[0] - 1),
+        flipped(DEFLATED, END - 1),
+        bomb(249),
+        bomb(251),
+        bomb(1 << 18),
         changes_to_bytes(Changes(torch.tensor([2, 1000]), torch.tensor([1, 500], dtype=torch.int16))),
         changes_to_bytes(Changes(None, torch.ones(999, dtype=torch.int16))),
     ],
@@ -199,7 +253,7 @@ def test_what_is_no_delta_of_this_tensor_is_refused_and_changes_nothing(record: 
     assert not staged.any()
 
 
-@given(arrays(np.uint8, st.integers(0, 80)), st.lists(st.integers(-2, 40), min_size=3, max_size=3))
+@given(arrays(np.uint8, st.integers(0, 80)), st.lists(st.integers(-2, 40), min_size=5, max_size=5))
 def test_any_bytes_are_a_delta_or_refused(body: np.ndarray, fields: list[int]) -> None:
     record = torch.cat([torch.tensor(fields).view(torch.uint8), torch.from_numpy(body.copy())])
     around = torch.zeros(64, dtype=torch.int32)

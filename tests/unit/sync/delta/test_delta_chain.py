@@ -50,9 +50,11 @@ def take(deltas: Deltas, source: SourcePlan, staged: Shards) -> list[int]:
 
 
 @settings(max_examples=40)
-@given(sharded_models(), st.integers(16, 300), st.sampled_from([0.0, 0.02, 0.3]), st.booleans())
+@given(
+    sharded_models(), st.integers(16, 300), st.sampled_from([0.0, 0.02, 0.3]), st.booleans(), st.booleans()
+)
 def test_a_destination_follows_versions_through_deltas_from_any_sharding(
-    model: tuple, size: int, share: float, strided: bool
+    model: tuple, size: int, share: float, strided: bool, deflated: bool
 ) -> None:
     sources, destination = model
     versions = [full_tensors(destination)]
@@ -65,7 +67,7 @@ def test_a_destination_follows_versions_through_deltas_from_any_sharding(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delta_chain, "TILE_BYTES", 64)
             steps = [make_step(v, v + 1, rank[v], rank[v + 1], lambda: True) for v in (0, 1)]
-        deltas = [route(step, source, layout) for step in steps if step is not None]
+        deltas = [route(step, source, layout, deflated) for step in steps if step is not None]
         assert len(deltas) == 2
         assert share or not deltas_bytes(deltas)
         assert take(deltas, source, staged) == list(range(len(source.buckets)))
@@ -98,7 +100,7 @@ class Learner:
         self.chain.published(version)
 
     def find(self, base: int | None, version: int, source: SourcePlan | None = None) -> Deltas | None:
-        return self.chain.find(base, version, source or whole_plan(), 10.0)
+        return self.chain.find(base, version, source or whole_plan(), 10.0, deflated=False)
 
 
 @pytest.fixture
@@ -197,6 +199,25 @@ def test_replicas_share_the_messages_of_their_plan(learners: Callable[..., Learn
     assert 0 < deltas_bytes(other) < deltas_bytes(first)
 
 
+def test_slow_links_get_deflated_messages_of_their_own(learners: Callable[..., Learner]) -> None:
+    learner = learners()
+    learner.full[1] = stepped(learner.full[0], 0.2, seed=1)
+    learner.find(None, 0)
+    learner.publish(0)
+    learner.publish(1)
+    plain, deflated, again = (
+        learner.chain.find(0, 1, whole_plan(), 10.0, deflated=on) for on in (False, True, True)
+    )
+    assert plain is not None
+    assert deflated is not None
+    assert again is not None
+    assert deflated[0][0] is again[0][0]
+    assert 0 < deflated[0][0].numel() < plain[0][0].numel()
+    staged = Shards(LAYOUT, {name: tensor.clone() for name, tensor in learner.full[0].items()})
+    take(deflated, whole_plan(), staged)
+    assert all(map(same_bits, staged.parts, Shards(LAYOUT, learner.full[1]).parts))
+
+
 def test_the_oldest_steps_go_first_when_the_memory_is_spent(learners: Callable[..., Learner]) -> None:
     learner = learners()
     learner.find(None, 0)
@@ -247,7 +268,7 @@ def test_who_asks_early_waits_for_the_step_that_is_being_made(
     find = delta_chain.all_changes
     monkeypatch.setattr(delta_chain, "all_changes", slowly)
     learner.publish(1)
-    assert learner.chain.find(0, 1, whole_plan(), 0.0) is None
+    assert learner.chain.find(0, 1, whole_plan(), 0.0, deflated=False) is None
     go.set()
     assert learner.find(0, 1) is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,12 +12,14 @@ from delta_cases import DRIFTING, DriftingLearner
 from stream_cases import Generator, closing_all
 
 import asyncrl.sync.delta.delta_chain as delta_chain
+import asyncrl.sync.delta.link_speed as link_speed
 import asyncrl.sync.stream.link as link_module
-import asyncrl.sync.stream.sender as sender_module
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.sync.delta.delta import HEADER_BYTES
-from asyncrl.sync.layout.layout import Box, ParamLayout, layout_bytes
+from asyncrl.sync.delta.delta_chain import DeltaStep, Messages
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes
+from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.stream.subscriber import StagedWeights
 
 closing = pytest.fixture(closing_all)
@@ -142,19 +145,39 @@ def test_a_transfer_that_breaks_leaves_no_base(closing: Callable, monkeypatch: p
     assert follow(generator, learner, 3).bytes < layout_bytes(learner.whole)
 
 
-@pytest.mark.parametrize(("fast", "expected"), [(1e18, 0), (1e-18, 1)])
+FORMS = {"whole": (0.0, 0.0), "changes": (math.inf, 0.0), "deflated": (math.inf, math.inf)}
+"""Forms of a version, with the speeds below which changes are sent, and are deflated."""
+
+
+def speeds(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Let all links have the speed of this form."""
+    fast, deflates = FORMS[form]
+    monkeypatch.setattr(link_speed, "FAST_BYTES_S", fast)
+    monkeypatch.setattr(link_speed, "DEFLATE_BYTES_S", deflates)
+    monkeypatch.setattr(link_speed, "LATENCY_S", 0.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_auto_sends_deltas_over_slow_links_alone(
-    fast: float, expected: int, closing: Callable, monkeypatch: pytest.MonkeyPatch
+    form: str, closing: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link's speed is that of its last full stream: here all are above any bound, or none is."""
-    monkeypatch.setattr(sender_module, "FAST_BYTES_S", 1 / fast)
-    monkeypatch.setattr(sender_module, "LATENCY_S", 0.0)
+    speeds(monkeypatch, form)
+    routed: list[bool] = []
+    real = delta_chain.route
+
+    def spied(step: DeltaStep, source: SourcePlan, layout: Layout, deflated: bool) -> Messages:
+        routed.append(deflated)
+        return real(step, source, layout, deflated)
+
+    monkeypatch.setattr(delta_chain, "route", spied)
     auto = dataclasses.replace(ALWAYS, delta="auto")
     learner = closing(DriftingLearner(1, auto))
     generator = closing(Generator("generator-0", learner, learner.whole, auto))
     follow(generator, learner, 0, 1)
-    assert (follow(generator, learner, 2).bytes < layout_bytes(learner.whole)) == expected
-    assert bool(totals(learner)["delta_bytes"]) == expected
+    assert (follow(generator, learner, 2).bytes < layout_bytes(learner.whole)) == (form != "whole")
+    assert bool(totals(learner)["delta_bytes"]) == (form != "whole")
+    assert set(routed) == {"whole": set(), "changes": {False}, "deflated": {True}}[form]
 
 
 def test_never_is_never_and_always_needs_two_snapshots(closing: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,13 +16,15 @@ from processes import until
 from sharding import full_tensors, local_tensors, same_bits
 from stream_cases import by_rows
 
+import asyncrl.sync.delta.link_speed as link_speed
 import asyncrl.sync.store.stored_publisher as stored_publisher
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.delta.delta import Changes
+from asyncrl.sync.delta.delta import HEADER_BYTES, Changes
 from asyncrl.sync.delta.device_delta import Pair
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.store.blobs import FolderBlobs
+from asyncrl.sync.store.stored import ENTRY_BYTES
 from asyncrl.sync.store.stored_publisher import FULL_EVERY, Chain, StoredPublisher
 from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights
@@ -195,27 +198,43 @@ def test_wrong_changes_with_a_right_checksum_are_found_by_the_hash_of_the_versio
         reader.stream.stage(1)
 
 
-@pytest.mark.parametrize(("fast", "deltas"), [(1e18, [1]), (1e-18, [])])
-def test_auto_stores_changes_where_the_store_is_slow(
-    fast: float, deltas: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fast", "deflates", "deltas"),
+    [(0.0, 0.0, []), (math.inf, 0.0, ["plain"]), (math.inf, math.inf, ["deflated"])],
+)
+def test_auto_stores_changes_where_the_store_is_slow_and_deflates_them_where_it_is_very_slow(
+    fast: float, deflates: float, deltas: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_publisher, "FAST_BYTES_S", fast)
-    monkeypatch.setattr(stored_publisher, "LATENCY_S", 0.0)
+    monkeypatch.setattr(link_speed, "FAST_BYTES_S", fast)
+    monkeypatch.setattr(link_speed, "DEFLATE_BYTES_S", deflates)
+    monkeypatch.setattr(link_speed, "LATENCY_S", 0.0)
     layout = whole_layout(DRIFTING)
-    full = full_tensors(layout)
+    live = full_tensors(layout)
+    staging = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     config = SyncConfig(backend="file", folder=str(tmp_path), deadline_s=20.0)
-    publisher = StoredPublisher(0, 1, Shards(layout, full), config, 1, FolderBlobs(tmp_path))
+    publisher = StoredPublisher(0, 1, Shards(layout, live), config, 1, FolderBlobs(tmp_path))
     try:
         stream = StoredSubscriber(
-            "g", [publisher.endpoint], Shards(layout, full), config, 1, FolderBlobs(tmp_path)
+            "g", [publisher.endpoint], Shards(layout, staging), config, 1, FolderBlobs(tmp_path)
         )
         for version in (0, 1):
             publisher.publish(version)
             assert stream.newest(version - 1, 20.0) == version
+            stream.stage(version)
+            assert all(same_bits(staging[name], live[name]) for name in layout)
+            for name, tensor in stepped(live, 0.02, seed=1).items():
+                live[name].copy_(tensor)
         (series,) = (tmp_path / "rank-00000").iterdir()
-        assert [int(file.stem) for file in series.glob("*.delta")] == deltas
+        assert [of_records(file) for file in series.glob("*.delta")] == deltas
     finally:
         publisher.close()
+
+
+def of_records(delta: Path) -> str:
+    """Whether the first record of a stored delta is deflated."""
+    first = torch.frombuffer(bytearray(delta.read_bytes()[ENTRY_BYTES * len(DRIFTING) :]), dtype=torch.uint8)
+    gaps, _, _, gaps_deflated, _ = first[:HEADER_BYTES].view(torch.int64).tolist()
+    return "deflated" if 0 < gaps_deflated < gaps else "plain"
 
 
 def test_the_trace_has_what_each_version_took_in_the_store(tmp_path: Path, trace: Any) -> None:

@@ -1,0 +1,44 @@
+"""The speed of a link or a store, by its last full version, and the form in which it gets the next.
+
+at least 1 GB/s    the whole version
+less               its changes
+below 25 MB/s      its changes, deflated
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FAST_BYTES_S = 1e9
+"""One core makes deltas at about that speed."""
+
+DEFLATE_BYTES_S = 2.5e7
+"""Deflating saves nearly a half of a record, and both ends together do some 50 MB/s of records: a link that is faster
+than half of that carries them sooner as they are."""
+
+LATENCY_S = 0.05
+"""Of a full version's time, this says nothing about the speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """bytes_s: infinite before the first full version, and where that took no longer than LATENCY_S."""
+
+    bytes_s: float = math.inf
+
+    @staticmethod
+    def of(size: int, seconds: float) -> LinkSpeed:
+        """Of a full version of `size` bytes that took `seconds`."""
+        beyond_s = seconds - LATENCY_S
+        return LinkSpeed(size / beyond_s if beyond_s > 0 else math.inf)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether changes should travel in place of versions."""
+        return self.bytes_s < FAST_BYTES_S
+
+    @property
+    def is_very_slow(self) -> bool:
+        """Whether the changes should be deflated."""
+        return self.bytes_s < DEFLATE_BYTES_S
