@@ -1,8 +1,10 @@
 """The speed of a link or a store, by its last full version, and the form in which it gets the next.
 
-at least 1 GB/s    the whole version
-less               its changes
-below 25 MB/s      its changes, deflated
+    at least 1 GB/s    the whole version
+    less               its changes
+    below 25 MB/s      its changes, deflated
+
+A link counts as fast until it has carried a whole version.
 """
 
 from __future__ import annotations
