@@ -69,6 +69,18 @@ ARMS: dict[str, list[str]] = {
 }
 """Changes to the demo. All have its learning rate."""
 
+STEP_ARMS: dict[str, list[str]] = {
+    "gigpo": [
+        *("algorithm.advantage=gigpo", "algorithm.loss=ppo", "algorithm.proximal=behaviour"),
+        *("algorithm.gamma=0.95", "algorithm.dual_clip=2"),
+    ],
+    "off_policy_step_baseline": [
+        *("algorithm.advantage=off_policy_step_baseline", "algorithm.loss=decoupled_ppo"),
+        *("algorithm.proximal=frozen", "algorithm.gamma=0.95", "algorithm.dual_clip=2"),
+    ],
+}
+"""Changes to a recipe of several turns, such as Sokoban's."""
+
 PLOTTED = {
     ("clip", 0): "#2b8a3e",
     ("none", 8): "#c92a2a",
@@ -172,10 +184,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default="configs/recipes/demo.yaml")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs")
     parser.add_argument("--model", default="runs/addition/warm", help="warm-started model folder")
     mixed = "0+16: half of the groups of each version have age 0, half age 16"
     parser.add_argument("--ages", type=_ages, nargs="+", default=[(0,), (8,), (16,)], help=mixed)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["clip", "off_policy_baseline"])
+    parser.add_argument(
+        "--arms", nargs="+", choices=[*ARMS, *STEP_ARMS], default=["clip", "off_policy_baseline"]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--bar", type=float, default=0.96, help="accuracy at which a run ends")
     parser.add_argument("--processes", type=int, default=2, help="runs at once, of one thread each")
@@ -205,7 +220,7 @@ def _ages(text: str) -> Ages:
 
 def _run(args: argparse.Namespace, arm: str, ages: Ages, seed: int) -> dict[str, Any]:
     """One run, in a process of its own."""
-    overrides = [f"run.seed={seed}", f"model.path={args.model}", *ARMS[arm]]
+    overrides = [f"run.seed={seed}", f"model.path={args.model}", *args.set, *(ARMS | STEP_ARMS)[arm]]
     found = asyncio.run(train(load_config(args.config, overrides), ages, args.bar))
     age = ages[0] if len(ages) == 1 else "+".join(map(str, ages))
     result = {"arm": arm, "age": age, "seed": seed, **found}

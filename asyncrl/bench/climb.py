@@ -72,6 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gigpo": STEPWISE,
     "hgpo": STEPWISE,
+    "off_policy_step_baseline": STEPWISE,
     "kl_cov": SEVERAL_STEPS,
     # At a rate of 5e-3, or with 20 groups, how a machine rounds decides whether it stays at 0.5 or comes to 0.9.
     "pf_ppo": {

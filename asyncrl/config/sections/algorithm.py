@@ -10,7 +10,7 @@ from asyncrl.config.rules import Amount, Count, NotNegative, Positive, Rule, Sec
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
-    *("gigpo", "hgpo", "optimal_token_baseline", "off_policy_baseline"),
+    *("gigpo", "hgpo", "optimal_token_baseline", "off_policy_baseline", "off_policy_step_baseline"),
 )
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
@@ -207,6 +207,7 @@ class AlgorithmConfig(Section):
         "remax",
         "optimal_token_baseline",
         "off_policy_baseline",
+        "off_policy_step_baseline",
         "opo",
         "gpg",
         "gdpo",
@@ -253,7 +254,9 @@ class AlgorithmConfig(Section):
     )
 
     # of advantages
-    gamma: Share = key(1.0, "γ: discount of rewards per token (per step in gigpo, hgpo)")
+    gamma: Share = key(
+        1.0, "γ: discount of rewards per token (per step in gigpo, hgpo, off_policy_step_baseline)"
+    )
     lam: Share = key(1.0, "λ of gae")
     vapo_alpha: Positive = key(0.05, "α: λ_policy = 1 − 1 / (α · length)")
     pass_k: int | None = key(None, "k of pass_at_k, at least 2; none: the group's size")
@@ -264,7 +267,8 @@ class AlgorithmConfig(Section):
     sppo_beta: float | None = key(None, "R − soft-mean_β(R) in place of P̂ − ½; none: P̂ − ½")
     baseline_floor: float = key(
         0.0,
-        "off_policy_baseline: F, the reward assumed of answers that the group does not have: that of a wrong one",
+        "off_policy_baseline, off_policy_step_baseline: F, the reward assumed of what the group does not have: that of "
+        "a wrong answer, or the return of a failure",
     )
     prm_beta: Positive = key(0.05, "β: the implicit process reward is β(log π_prm − log π_ref)")
     cost_part: str = key(
@@ -363,19 +367,19 @@ class AlgorithmConfig(Section):
         )
 
     def _baseline_rules(self) -> Iterator[Rule]:
-        """off_policy_baseline compares π with μ over whole rollouts: it refuses what leaves tokens out, or makes them
+        """Off-policy baselines compare π with μ over many tokens. They refuse what leaves tokens out, or makes π and μ
         differ on fresh data."""
-        other = self.built_in_advantage != "off_policy_baseline"
+        other = self.built_in_advantage not in ("off_policy_baseline", "off_policy_step_baseline")
         yield Rule(
             other or not self.correction.reject_first,
             "correction.reject_first",
-            "leaves the tokens out by which advantage 'off_policy_baseline' sees how far the policy has moved",
+            f"leaves the tokens out by which advantage '{self.advantage}' sees how far the policy has moved",
             "set algorithm.correction.reject_first=false",
         )
         yield Rule(
             other or self.truncated == "refuse",
             "truncated",
-            "makes π/μ less than 1 at every token, which advantage 'off_policy_baseline' takes for movement",
+            f"makes π/μ less than 1 at every token, which advantage '{self.advantage}' takes for movement",
             "set generator.top_p=1, top_k and min_p off, and algorithm.truncated=refuse",
         )
 

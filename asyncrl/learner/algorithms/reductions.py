@@ -22,6 +22,10 @@ from asyncrl.learner.data.batch import MicroBatch
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
+NEGLIGIBLE = 0.1
+"""In a group without spread, a mean of 1 − min(w, 1) below this gives advantages of exactly 0. Such a group costs no
+pass, and so small a difference may be rounding between engine and learner."""
+
 SUCCESS: Final = 0.5
 """A rollout with a reward above this, before any shaping, has succeeded."""
 
@@ -50,6 +54,11 @@ def policy_tokens(packed: PackedRollouts) -> Tensor:
     """[R] int64: how many tokens of each rollout the policy made."""
     none_R = torch.zeros(packed.rollouts, dtype=torch.int64, device=packed.seq_N.device)
     return none_R.index_add_(0, packed.seq_N, packed.loss_mask_N.long())
+
+
+def log_ratios(batch: MicroBatch) -> Tensor:
+    """[N] float64: log π/μ, π the policy at the version's start: the column `proximal`."""
+    return column(batch, "proximal").double() - batch.behaviour_N
 
 
 def rollout_sums(values_N: Tensor, packed: PackedRollouts) -> Tensor:
@@ -129,6 +138,19 @@ def standardised(values_K: Tensor, ids_K: Tensor) -> Tensor:
     centred_K = centred(values_K, ids_K)
     variance_K = group_sums(centred_K**2, ids_K) / (group_sizes(ids_K) - 1).clamp(min=1)
     return centred_K / (variance_K.sqrt() + STD_EPSILON)
+
+
+def centred_off_policy(values_K: Tensor, log_ratio_K: Tensor, floor: float, ids_K: Tensor) -> Tensor:
+    """[K]: value − V, V = F + mean of min(w, 1) · (value − F) over its group: a lower estimate of the policy's mean.
+
+    w = exp(log-ratio) = π/μ of what the value came from · F, `floor`: the value of what the group does not have. With
+    w = 1 it is `centred`. In a group without spread, a mean of 1 − min(w, 1) below NEGLIGIBLE counts as none.
+    """
+    gain_K = values_K.double() - floor
+    mean_K = group_sums(log_ratio_K.double().clamp(max=0).exp() * gain_K, ids_K) / group_sizes(ids_K)
+    ahead_K = gain_K - mean_K
+    even_K = ~has_spread(values_K, ids_K) & (ahead_K.abs() < NEGLIGIBLE * gain_K.abs())
+    return torch.where(even_K, 0.0, ahead_K)
 
 
 def leave_one_out(values_K: Tensor, ids_K: Tensor) -> Tensor:

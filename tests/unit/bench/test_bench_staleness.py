@@ -10,7 +10,7 @@ import pytest
 from asyncrl.bench.climb import toy_config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from bench.staleness import ARMS, PLOTTED, draw, figures, lengths, table, train
+from bench.staleness import ARMS, PLOTTED, STEP_ARMS, draw, figures, lengths, table, train
 
 RUNS = [
     {"arm": "clip", "age": 8, "seconds": 10.0, "curve": [(0, 0.3), (20, 0.97)]},
@@ -66,6 +66,14 @@ def test_a_run_that_begins_at_the_bar_ends_there(tmp_path: Path) -> None:
 def test_each_arm_is_a_configuration_with_the_learning_rate_of_the_demo(arm: str) -> None:
     demo = load_config("configs/recipes/demo.yaml", [])
     assert load_config("configs/recipes/demo.yaml", ARMS[arm]).learner == demo.learner
+
+
+@pytest.mark.parametrize("arm", STEP_ARMS)
+def test_each_arm_of_steps_is_a_configuration_of_sokoban(arm: str) -> None:
+    recipe = load_config("configs/recipes/sokoban.yaml", [])
+    changed = load_config("configs/recipes/sokoban.yaml", STEP_ARMS[arm])
+    assert changed.learner == recipe.learner
+    assert changed.algorithm.advantage == arm
 
 
 def test_a_run_below_the_bar_has_no_version() -> None:

@@ -18,11 +18,11 @@ from asyncrl.learner.algorithms.reductions import (
     above_least,
     by_group,
     centred,
-    column,
-    group_sizes,
+    centred_off_policy,
     group_sums,
     has_spread,
     leave_one_out,
+    log_ratios,
     over_ranks,
     policy_tokens,
     rollout_sums,
@@ -32,10 +32,6 @@ from asyncrl.learner.algorithms.reductions import (
 )
 from asyncrl.learner.algorithms.registry import AlgorithmContext, advantage
 from asyncrl.learner.data.batch import MicroBatch
-
-NEGLIGIBLE = 0.1
-"""In a group without spread, a mean of 1 − min(w, 1) below this gives advantages of exactly 0. Such a group costs no
-pass, and so small a difference may be rounding between engine and learner."""
 
 
 @advantage("grpo", source="DeepSeekMath, arXiv 2402.03300", needs={"group"})
@@ -91,13 +87,8 @@ def off_policy_baseline(batch: MicroBatch, config: AlgorithmConfig, context: Alg
     have become less probable than under μ get an advantage above 0. In such a group, a mean of 1 − min(w, 1) below a
     tenth counts as none.
     """
-    reward_R, group_R = batch.rewards_R.double(), batch.group_R
-    moved_R = rollout_sums(column(batch, "proximal").double() - batch.behaviour_N, batch)
-    gain_R = reward_R - config.baseline_floor
-    value_R = group_sums(moved_R.clamp(max=0).exp() * gain_R, group_R) / group_sizes(group_R)
-    ahead_R = gain_R - value_R
-    even_R = ~has_spread(reward_R, group_R) & (ahead_R.abs() < NEGLIGIBLE * gain_R.abs())
-    return torch.where(even_R, 0.0, ahead_R)[batch.seq_N]
+    log_ratio_R = rollout_sums(log_ratios(batch), batch)
+    return centred_off_policy(batch.rewards_R, log_ratio_R, config.baseline_floor, batch.group_R)[batch.seq_N]
 
 
 @advantage("gpg", source="GPG, arXiv 2504.02546", needs={"group", "batch"})

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.reductions import (
+    centred_off_policy,
     column,
+    group_sizes,
     has_spread,
+    log_ratios,
     on_policy_tokens,
     reverse_sums,
+    rollout_sums,
     standardised,
     token_rewards,
     zeros,
@@ -60,6 +64,31 @@ def hgpo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) 
         weights_S += weight_S
     step_S = torch.where(weights_S > 0, total_S / weights_S, 0.0)
     return on_policy_tokens(step_S[steps.step_P], batch)
+
+
+@advantage(
+    "off_policy_step_baseline",
+    source="states: GiGPO, arXiv 2505.10978; truncated importance sampling, Ionides 2008",
+    needs={"group", "steps", "proximal"},
+)
+def off_policy_step_baseline(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
+    """G − V, V = F + mean of min(w, 1) · (G − F) over the steps of the group that began in the same state.
+
+    G is the return of a step. w = π/μ is the product over the rollout's policy tokens from that step on, with the
+    policy at the version's start: V is a lower estimate of what the policy itself would earn from that state. F,
+    `baseline_floor`, is the return assumed of what the group does not have. For rollouts of the policy itself w is 1,
+    and V is the mean. A step that is alone in its state gets `off_policy_baseline`: its rollout is set against those of
+    the group. Where all returns of a state are equal, a mean of 1 − min(w, 1) below a tenth counts as none. Nothing is
+    divided by a standard deviation.
+    """
+    steps, floor, log_ratio_N = BatchSteps.of(batch, config.gamma), config.baseline_floor, log_ratios(batch)
+    moved_S = zeros(len(steps.returns_S)).index_add_(0, steps.step_P, log_ratio_N[batch.loss_mask_N])
+    to_the_end_S = reverse_sums(moved_S, zeros(batch.rollouts) + 1, steps.rollout_S)
+    ahead_S = centred_off_policy(steps.returns_S, to_the_end_S, floor, steps.state_S)
+    of_rollout_R = centred_off_policy(batch.rewards_R, rollout_sums(log_ratio_N, batch), floor, batch.group_R)
+    alone_S = group_sizes(steps.state_S) == 1
+    ahead_S = torch.where(alone_S, of_rollout_R[steps.rollout_S], ahead_S)
+    return on_policy_tokens(ahead_S[steps.step_P], batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ REJECT_FIRST: dict[str, Any] = {"reject": "seq_mean_k1", "reject_first": True}
             "algorithm.correction.reject_first",
             "reject_first=false",
         ),
+        (
+            {"advantage": "off_policy_step_baseline", "truncated": "weigh"},
+            "algorithm.truncated",
+            "algorithm.truncated=refuse",
+        ),
         ({"loss": "decoupled_ppo"}, "algorithm.proximal", "proximal=loglinear"),
         ({"loss": "decoupled_ppo", "proximal": "frozen"}, "algorithm.proximal", "mini_batches=4"),
         ({"loss": "kl_cov", "proximal": "frozen"}, "algorithm.proximal", "mini_batches=4"),

@@ -89,6 +89,7 @@ def test_a_script_that_is_executed_twice_notes_its_functions_again(tmp_path: Pat
         (AlgorithmConfig(loss="clip_cov"), {"group", "batch", "proximal"}),
         (AlgorithmConfig(advantage="optimal_token_baseline"), {"group", "squares", "proximal"}),
         (AlgorithmConfig(advantage="off_policy_baseline"), {"group", "proximal"}),
+        (AlgorithmConfig(advantage="off_policy_step_baseline"), {"group", "steps", "proximal"}),
         (AlgorithmConfig(lm_coef=0.1), {"group", "batch"}),
         (AlgorithmConfig(kl_loss=KlLossConfig(coef=0.1)), {"group", "reference"}),
         (AlgorithmConfig(teacher_loss=TeacherLossConfig(coef=0.1)), {"group", "teacher"}),

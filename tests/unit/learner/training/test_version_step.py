@@ -136,6 +136,9 @@ CASES: dict[str, Config] = {
     ),
     "optimal_token_baseline": config_of(AlgorithmConfig(advantage="optimal_token_baseline")),
     "off_policy_baseline": config_of(AlgorithmConfig(advantage="off_policy_baseline", dual_clip=2.0)),
+    "off_policy_step_baseline": several(
+        AlgorithmConfig(advantage="off_policy_step_baseline", loss="decoupled_ppo", **FROZEN)
+    ),
     "clip_cov": several(AlgorithmConfig(loss="clip_cov", cov_share=0.1, cov_range=(-1.0, 1.0), **FROZEN)),
     "kl_cov": several(AlgorithmConfig(loss="kl_cov", cov_share=0.1)),
     "m2po": config_of(AlgorithmConfig(correction=CorrectionConfig(reject="m2po", reject_high=0.5), **FROZEN)),
@@ -859,6 +862,7 @@ def test_what_has_succeeded_is_imitated_whatever_was_taken_off_its_reward() -> N
     [
         ("remax", {"greedy_reward": None}, "greedy"),
         ("gigpo", {"columns": {}}, "column 'step'"),
+        ("off_policy_step_baseline", {"columns": {}}, "column 'step'"),
         ("safe_rlhf", {"reward_parts": {}}, "reward part 'cost'"),
     ],
 )

@@ -1,10 +1,15 @@
-"""gigpo and hgpo on small trees of states, with numbers worked out by hand."""
+"""Advantages of steps on small trees of states, with numbers worked out by hand."""
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import pytest
 import torch
 from advantage_cases import tokens_batch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import TrainingError
@@ -134,7 +139,75 @@ def test_a_history_needs_all_of_its_steps() -> None:
     assert shallow == deep
 
 
-@pytest.mark.parametrize("literal", ["gigpo", "hgpo"])
+def moved(batch: MicroBatch, *weights: list[float]) -> MicroBatch:
+    """The rollouts with π/μ of each step."""
+    behaviour_N = torch.full((batch.tokens,), -2.0)
+    logs = torch.tensor([log for rollout in weights for log in (0.0, *map(math.log, rollout))])
+    columns = {**batch.columns, "proximal": behaviour_N + logs}
+    return dataclasses.replace(batch, behaviour_N=behaviour_N, columns=columns)
+
+
+def test_the_off_policy_step_baseline_by_hand() -> None:
+    # γ = ½, so the returns are 2 4 and 1 2. a: w = ½ · 3 → 1, and 4 → 1; V = (2 + 2) / 2. b: w = 3 → 1, ½ · 4 → 1.
+    apart = moved(walk(("ab", 4.0), ("ba", 2.0)), [0.5, 3.0], [0.5, 4.0])
+    ours = by_rollout(apart, advantage="off_policy_step_baseline", gamma=0.5)
+    assert ours[0] == pytest.approx([0, 1.5], abs=1e-5)
+    assert ours[1] == pytest.approx([-1.5, 0], abs=1e-5)
+    # a: w = 3 · ¼ = ¾ and ½; V = (¾ · 2 + ½ · 2) / 2 = 1¼. b: w = ¼ and ½ · 1; V = (¼ · 4 + ½ · 1) / 2 = ¾
+    closer = moved(walk(("ab", 4.0), ("ba", 2.0)), [3.0, 0.25], [1.0, 0.5])
+    ours = by_rollout(closer, advantage="off_policy_step_baseline", gamma=0.5)
+    assert ours[0] == pytest.approx([0.75, 3.25], abs=1e-5)
+    assert ours[1] == pytest.approx([0.25, 0.75], abs=1e-5)
+
+
+def test_a_step_alone_in_its_state_is_set_against_whole_rollouts() -> None:
+    ways = moved(walk(("ab", 4.0), ("ac", 1.0)), [1.0, 0.5], [1.0, 0.95])
+    # a has returns 2 and ½: V = (½ · 2 + 0.95 · ½) / 2. b and c: V = (½ · 4 + 0.95 · 1) / 2
+    ours = by_rollout(ways, advantage="off_policy_step_baseline", gamma=0.5)
+    assert ours[0] == pytest.approx([2 - 0.7375, 4 - 1.475], abs=1e-5)
+    assert ours[1] == pytest.approx([0.5 - 0.7375, 1 - 1.475], abs=1e-5)
+    # F = −1: a: V = −1 + (½ · 3 + 0.95 · 1½) / 2. b and c: V = −1 + (½ · 5 + 0.95 · 2) / 2
+    ours = by_rollout(ways, advantage="off_policy_step_baseline", gamma=0.5, baseline_floor=-1.0)
+    assert ours[0] == pytest.approx([2 - 0.4625, 4 - 1.2], abs=1e-5)
+    assert ours[1] == pytest.approx([0.5 - 0.4625, 1 - 1.2], abs=1e-5)
+
+
+def test_a_state_of_equal_returns_counts_once_the_policy_leaves_it() -> None:
+    def ahead(weight: float) -> list[float]:
+        """Of the first step of each rollout."""
+        ways = moved(walk(("a", 2.0), ("a", 2.0), ("b", 0.0)), [weight], [weight], [1.0])
+        return [first for first, *_ in by_rollout(ways, advantage="off_policy_step_baseline")]
+
+    assert ahead(0.95)[:2] == [0, 0]
+    assert ahead(0.75)[:2] == pytest.approx([0.5, 0.5])
+
+
+@given(
+    rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=4),
+    paths=st.lists(st.text("abc", min_size=1, max_size=4), min_size=4, max_size=4),
+    floor=st.floats(-3, 3),
+)
+def test_the_off_policy_step_baseline_of_fresh_data_is_a_mean(
+    rewards: list[float], paths: list[str], floor: float
+) -> None:
+    batch = walk(*zip(paths, rewards, strict=False))
+    fresh = moved(batch, *([1.0] * len(path) for path in paths[: len(rewards)]))
+    ours = by_rollout(fresh, advantage="off_policy_step_baseline", baseline_floor=floor, gamma=0.9)
+    steps = BatchSteps.of(batch, 0.9)
+    expected = []
+    for return_, state, rollout in zip(steps.returns_S, steps.state_S, steps.rollout_S, strict=True):
+        same = steps.returns_S[steps.state_S == state]
+        alone = batch.rewards_R[rollout] - batch.rewards_R.mean()
+        expected.append(float(alone if len(same) == 1 else return_ - same.mean()))
+    assert [ahead for rollout in ours for ahead in rollout] == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_off_policy_step_baseline_needs_the_policy_of_the_versions_start() -> None:
+    with pytest.raises(TrainingError, match="proximal"):
+        by_rollout(walk(("a", 1.0), ("a", 0.0)), advantage="off_policy_step_baseline")
+
+
+@pytest.mark.parametrize("literal", ["gigpo", "hgpo", "off_policy_step_baseline"])
 def test_groups_without_steps_are_refused(literal: str) -> None:
     with pytest.raises(
         TrainingError, match="lack the column 'step': the algorithm needs steps from the reward"
