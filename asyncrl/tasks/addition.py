@@ -113,7 +113,7 @@ def reward(task: Task, text: str, rollout: Rollout | None = None) -> float:
 
 
 def stepwise(task: Task, text: str, rollout: Rollout | None = None) -> Scored:
-    """`reward`, and `PLACE_REWARD` for each correct place of the scratchpad; for `gigpo` and `hgpo`.
+    """`reward`, and `PLACE_REWARD` for each correct place of the scratchpad; for algorithms that credit steps.
 
     A step is one place with its comma, or the answer. The state of a place is its number and the carry that the model
     wrote before it, so that many rollouts share it; the state of the answer is the whole scratchpad.

@@ -30,7 +30,7 @@ def reward(task: Task, text: str) -> float:
 
 
 def stepwise(task: Task, text: str) -> Scored:
-    """`reward` for each place: a step is one place, and its state the place's number. For gigpo and hgpo."""
+    """`reward` for each place: a step is one place, and its state the place's number."""
     digit = task.data["target"][0]
     steps = [Step(at, at + 1, float(found == digit) / LENGTH, at) for at, found in enumerate(text[:LENGTH])]
     return Scored(0.0, steps)

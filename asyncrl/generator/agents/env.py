@@ -48,8 +48,8 @@ class Observation:
               turn begins a new segment of the rollout
     reward    for the turn just taken
     done      the rollout is over; messages are then of no use
-    state     in which the next turn begins, for algorithms that compare turns of one task that begin in equal states
-              (gigpo, hgpo). None: all the tokens that the turn reads
+    state     in which the next turn begins, for algorithms that compare turns of one task that begin in equal states.
+              None: all the tokens that the turn reads
     """
 
     messages: Sequence[Message] = ()

@@ -22,9 +22,13 @@ from asyncrl.learner.data.batch import MicroBatch
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
+ROUNDING = 1e-6
+"""A reward and its parts are float32: so much of the parts' sum may be missing in it. As the last reward of a rollout,
+it would make equal returns differ."""
+
 NEGLIGIBLE = 0.1
-"""In a group without spread, a mean of 1 − min(w, 1) below this gives advantages of exactly 0. Such a group costs no
-pass, and so small a difference may be rounding between engine and learner."""
+"""In a group without spread, a mean of 1 − min(w, 1) below this gives advantages of exactly 0. A group of rollouts like
+this costs no pass, and so small a difference may be rounding between engine and learner."""
 
 SUCCESS: Final = 0.5
 """A rollout with a reward above this, before any shaping, has succeeded."""
@@ -56,8 +60,8 @@ def policy_tokens(packed: PackedRollouts) -> Tensor:
     return none_R.index_add_(0, packed.seq_N, packed.loss_mask_N.long())
 
 
-def log_ratios(batch: MicroBatch) -> Tensor:
-    """[N] float64: log π/μ, π the policy at the version's start: the column `proximal`."""
+def moved_since_behaviour(batch: MicroBatch) -> Tensor:
+    """[N] float64: log π/μ, not clamped; π is the policy at the version's start, the column `proximal`."""
     return column(batch, "proximal").double() - batch.behaviour_N
 
 
@@ -86,13 +90,15 @@ def at_last_token(values_R: Tensor, batch: MicroBatch) -> Tensor:
 
 def token_rewards(batch: MicroBatch) -> Tensor:
     """[N]: the rewards along the rollouts: the column `token_rewards` that `shaping.py` makes or, before there is one,
-    the steps' rewards at their steps and the rest of R on the last policy token."""
+    the steps' rewards at their steps and the rest of R on the last policy token, where it is more than rounding."""
     if "token_rewards" in batch.columns:
         return batch.columns["token_rewards"].double()
     if "step_rewards" not in batch.columns:
         return at_last_token(batch.rewards_R, batch)
     steps_N = torch.where(batch.loss_mask_N, batch.columns["step_rewards"].double(), 0.0)
-    return steps_N + at_last_token(batch.rewards_R.double() - rollout_sums(steps_N, batch), batch)
+    rest_R = batch.rewards_R.double() - rollout_sums(steps_N, batch)
+    rounding_R = ROUNDING * rollout_sums(steps_N.abs(), batch)
+    return steps_N + at_last_token(torch.where(rest_R.abs() <= rounding_R, 0.0, rest_R), batch)
 
 
 # --- groups
@@ -141,10 +147,11 @@ def standardised(values_K: Tensor, ids_K: Tensor) -> Tensor:
 
 
 def centred_off_policy(values_K: Tensor, log_ratio_K: Tensor, floor: float, ids_K: Tensor) -> Tensor:
-    """[K]: value − V, V = F + mean of min(w, 1) · (value − F) over its group: a lower estimate of the policy's mean.
+    """[K]: value − V, V = F + mean of min(w, 1) · (value − F) over its group; `centred` where w = 1.
 
-    w = exp(log-ratio) = π/μ of what the value came from · F, `floor`: the value of what the group does not have. With
-    w = 1 it is `centred`. In a group without spread, a mean of 1 − min(w, 1) below NEGLIGIBLE counts as none.
+    V is a lower estimate of the policy's own mean, where no value is below F. w = exp(log-ratio): π/μ of the tokens
+    that earned the value. F, `floor`: the value assumed of what was not sampled. In a group without spread, a mean of
+    1 − min(w, 1) below NEGLIGIBLE counts as none.
     """
     gain_K = values_K.double() - floor
     mean_K = group_sums(log_ratio_K.double().clamp(max=0).exp() * gain_K, ids_K) / group_sizes(ids_K)

@@ -23,7 +23,7 @@ CASES = {
     ),
     "prime": ([], {"train/reward_model/loss", "train/reward_model/accuracy"}),
     "gigpo": ([STEPWISE], {"rollout/reward/part/steps"}),
-    "off_policy_step_baseline": ([STEPWISE], {"rollout/reward/part/steps", "train/proximal_kl"}),
+    "off_policy_step_baseline": ([STEPWISE], {"rollout/reward/part/steps", "train/rejected_fraction"}),
     "remax": ([], {"rollout/reward/mean"}),
     "safe_rlhf": ([COSTLY, "learner.mini_batches=2"], {"train/cost_critic/loss", "train/cost_multiplier"}),
 }

@@ -17,9 +17,8 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.learner.algorithms.reductions import (
     centred_off_policy,
     column,
-    group_sizes,
     has_spread,
-    log_ratios,
+    moved_since_behaviour,
     on_policy_tokens,
     reverse_sums,
     rollout_sums,
@@ -75,19 +74,23 @@ def off_policy_step_baseline(batch: MicroBatch, config: AlgorithmConfig, context
     """G − V, V = F + mean of min(w, 1) · (G − F) over the steps of the group that began in the same state.
 
     G is the return of a step. w = π/μ is the product over the rollout's policy tokens from that step on, with the
-    policy at the version's start: V is a lower estimate of what the policy itself would earn from that state. F,
-    `baseline_floor`, is the return assumed of what the group does not have. For rollouts of the policy itself w is 1,
-    and V is the mean. A step that is alone in its state gets `off_policy_baseline`: its rollout is set against those of
-    the group. Where all returns of a state are equal, a mean of 1 − min(w, 1) below a tenth counts as none. Nothing is
-    divided by a standard deviation.
+    policy at the version's start. F, `baseline_floor`, is the return assumed of what the group does not have: V is a
+    lower estimate of what the policy itself would earn from that state, where no return is below F. For rollouts of
+    the policy itself w is 1, and V is the mean. A step whose state no other rollout of the group came to gets
+    `off_policy_baseline`: its rollout is set against those of the group. Where all returns of a state are equal, a mean
+    of 1 − min(w, 1) below a tenth counts as none. Nothing is divided by a standard deviation.
     """
-    steps, floor, log_ratio_N = BatchSteps.of(batch, config.gamma), config.baseline_floor, log_ratios(batch)
-    moved_S = zeros(len(steps.returns_S)).index_add_(0, steps.step_P, log_ratio_N[batch.loss_mask_N])
-    to_the_end_S = reverse_sums(moved_S, zeros(batch.rollouts) + 1, steps.rollout_S)
+    steps, floor, moved_N = (
+        BatchSteps.of(batch, config.gamma),
+        config.baseline_floor,
+        moved_since_behaviour(batch),
+    )
+    moved_S = zeros(len(steps.returns_S)).index_add_(0, steps.step_P, moved_N[batch.loss_mask_N])
+    to_the_end_S = reverse_sums(moved_S, torch.ones(batch.rollouts, dtype=torch.float64), steps.rollout_S)
     ahead_S = centred_off_policy(steps.returns_S, to_the_end_S, floor, steps.state_S)
-    of_rollout_R = centred_off_policy(batch.rewards_R, rollout_sums(log_ratio_N, batch), floor, batch.group_R)
-    alone_S = group_sizes(steps.state_S) == 1
-    ahead_S = torch.where(alone_S, of_rollout_R[steps.rollout_S], ahead_S)
+    of_rollout_R = centred_off_policy(batch.rewards_R, rollout_sums(moved_N, batch), floor, batch.group_R)
+    others_S = has_spread(steps.rollout_S, steps.state_S)
+    ahead_S = torch.where(others_S, ahead_S, of_rollout_R[steps.rollout_S])
     return on_policy_tokens(ahead_S[steps.step_P], batch)
 
 

@@ -172,6 +172,30 @@ def test_a_step_alone_in_its_state_is_set_against_whole_rollouts() -> None:
     assert ours[1] == pytest.approx([0.5 - 0.4625, 1 - 1.2], abs=1e-5)
 
 
+def test_a_rollout_that_stays_in_a_state_of_its_own_is_set_against_the_others() -> None:
+    stays = moved(walk(("bxx", 1.0), ("bcd", 5.0)), [1.0] * 3, [1.0] * 3)
+    ours = by_rollout(stays, advantage="off_policy_step_baseline", gamma=0.5)
+    assert ours[0] == pytest.approx([-0.5, -2, -2], abs=1e-5)
+    assert ours[1] == pytest.approx([0.5, 2, 2], abs=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ["off_policy_step_baseline", "gigpo"])
+def test_rounding_of_rewards_makes_no_difference_between_equal_futures(advantage: str) -> None:
+    """Three ways to the state m, from which each earns 10.9. Sums of float32 differ in their last digits."""
+    rewards = [[-0.1, -0.1, 10.9], [0.9, -0.1, 10.9], [-0.1, -0.2, 10.9]]
+    batch = tokens_batch(
+        ["0111"] * 3,
+        [float(torch.tensor(earned).sum()) for earned in rewards],
+        step=[[-1, 0, 1, 2]] * 3,
+        anchor=[[0, 1, 2, 9], [0, 3, 4, 9], [0, 5, 6, 9]],
+        step_rewards=[[0.0, *earned] for earned in rewards],
+    )
+    ours = by_rollout(moved(batch, *[[1.0, 1.0, 0.95]] * 3), advantage=advantage)
+    episode = by_rollout(batch, advantage="grpo")
+    expected = [0.0] * 3 if advantage == "off_policy_step_baseline" else [each[2] for each in episode]
+    assert [each[2] for each in ours] == expected
+
+
 def test_a_state_of_equal_returns_counts_once_the_policy_leaves_it() -> None:
     def ahead(weight: float) -> list[float]:
         """Of the first step of each rollout."""
@@ -197,8 +221,9 @@ def test_the_off_policy_step_baseline_of_fresh_data_is_a_mean(
     expected = []
     for return_, state, rollout in zip(steps.returns_S, steps.state_S, steps.rollout_S, strict=True):
         same = steps.returns_S[steps.state_S == state]
-        alone = batch.rewards_R[rollout] - batch.rewards_R.mean()
-        expected.append(float(alone if len(same) == 1 else return_ - same.mean()))
+        alone = bool((steps.rollout_S[steps.state_S == state] == rollout).all())
+        ahead = batch.rewards_R[rollout] - batch.rewards_R.mean() if alone else return_ - same.mean()
+        expected.append(float(ahead))
     assert [ahead for rollout in ours for ahead in rollout] == pytest.approx(expected, abs=2e-5)
 
 
