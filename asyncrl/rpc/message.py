@@ -17,7 +17,7 @@ import xxhash
 
 from asyncrl.errors import WireError
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 SEAL = struct.Struct("<Q")
 

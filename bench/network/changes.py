@@ -3,7 +3,7 @@
     python -m bench.network.changes --json FILE --table FILE
 
 Two learner ranks and one generator, on hosts of their own. Each step moves all weights by 1e-6, as AdamW does at that
-learning rate. A version's time runs from `publish` to verified parameters. About 3 minutes.
+learning rate. A version's time runs from `publish` to verified parameters. About 4 minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BARS = (Bar("bytes.deflated", 0.02, most=True),)
 
 
 class Form:
-    """A learner and a generator whose versions have one of FORMS."""
+    """The ranks of a learner and a generator between which versions have one of FORMS."""
 
     def __init__(
         self, form: str, millions: int, hosts: Sequence[Host], folder: Path, stack: ExitStack

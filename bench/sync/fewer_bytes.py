@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.ranks import process_group
-from asyncrl.sync.delta.delta import add, bits, changes_to_bytes, deflate, find_changes, read
+from asyncrl.sync.delta.delta import add, bits, find_changes
+from asyncrl.sync.delta.records import changes_to_bytes, deflate, read
 from asyncrl.sync.layout.layout import layout_bytes, whole_layout
 from asyncrl.sync.layout.quantized import quantized_layout
 from asyncrl.sync.tensors.quantization import QuantizedShards, dequantize
@@ -65,10 +66,13 @@ def _deltas(name: str, weights: Tensor, lr: float, quantization: str | None) -> 
             deflated = deflate(plain, held.element_size())
             if step >= WARM_UP:
                 sent.update(plain=plain.numel(), deflated=deflated.numel())
-            (changes,) = read(deflated, [(held.numel(), held.element_size())])
-            add(held, changes)
-            if not torch.equal(bits(held), bits(new)):
-                raise RuntimeError(f"step {step}: the delta does not give the new weights")
+            for record in (plain, deflated):
+                moved = held.clone()
+                (changes,) = read(record, [(held.numel(), held.element_size())])
+                add(moved, changes)
+                if not torch.equal(bits(moved), bits(new)):
+                    raise RuntimeError(f"step {step}: the delta does not give the new weights")
+            held.copy_(new)
     return sent
 
 

@@ -29,6 +29,7 @@ BARS = (
     Bar("generator_pause_slow_link_ms", 3, over="generator_pause_slow_link_floor_ms", most=True),
     Bar("learner_pause_ms", 3, over="learner_floor_ms", most=True),
     Bar("peak_extra_bytes", 1, over="peak_extra_bar_bytes", most=True),
+    Bar("delta_bytes_ratio.plain", 0.04, most=True),
     Bar("delta_bytes_ratio.deflated", 0.02, most=True),
     Bar("plan_671b_s", 10, most=True),
 )

@@ -67,8 +67,8 @@ class SyncConfig(Section):
     )
     delta: Literal["never", "auto", "always"] = key(
         "auto",
-        "send generators what changed since the version that they have, if that is less, deflated over links "
-        "slower than 25 MB/s; auto: over links slower than 1 GB/s. Needs snapshots=2",
+        "send, or store, what changed since the version before, if that is less; deflated where the link or store "
+        "is slower than 25 MB/s; auto: where it is slower than 1 GB/s. Needs snapshots=2",
     )
     delta_share: Positive = key(
         0.5, "memory for changes of past versions, which laggards replay: share of a rank's parameters"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ import torch
 
 from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream
-from asyncrl.sync.delta.delta import HEADER_BYTES, changes_to_bytes, cut, deflate, read
-from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
+from asyncrl.sync.delta.delta import cut
+from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas, deltas_bytes
 from asyncrl.sync.delta.device_delta import all_changes
+from asyncrl.sync.delta.records import changes_to_bytes, deflate, is_empty, read
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
 from asyncrl.sync.plan.plan import Piece, SourcePlan, tiles
 from asyncrl.sync.tensors.shards import Shards
@@ -85,19 +87,27 @@ def make_step(
     return DeltaStep(base, version, found)
 
 
-def route(step: DeltaStep, source: SourcePlan, layout: Layout, deflated: bool) -> Messages:
-    """One message for each bucket of a plan: a record for each piece, or nothing where none has changes."""
+def route(
+    step: DeltaStep, source: SourcePlan, layout: Layout, *, deflated: bool, in_time: Callable[[], bool]
+) -> Messages | None:
+    """One message for each bucket of a plan: a record for each piece, or nothing where none has changes.
+
+    None as soon as `in_time()` is false, which is called before each bucket.
+    """
     messages = []
     for bucket in source.buckets:
+        if not in_time():
+            return None
         items = [ITEM_BYTES[layout[piece.name].dtype] for piece in bucket.pieces]
         records = [
             _record(step.tiles[piece.name], piece, item)
             for piece, item in zip(bucket.pieces, items, strict=True)
         ]
-        changed = any(bool(record[:HEADER_BYTES].view(torch.int64)[1]) for record in records)
-        if deflated:
+        if all(map(is_empty, records)):
+            records = [torch.empty(0, dtype=torch.uint8)]
+        elif deflated:
             records = [deflate(record, item) for record, item in zip(records, items, strict=True)]
-        messages.append(torch.cat(records) if changed else torch.empty(0, dtype=torch.uint8))
+        messages.append(torch.cat(records))
     return tuple(messages)
 
 
@@ -140,17 +150,27 @@ class DeltaChain:
     def find(
         self, base: Version | None, version: Version, source: SourcePlan, wait_s: float, *, deflated: bool
     ) -> Deltas | None:
-        """The steps from `base` to `version` for a plan, deflated or not; None if there are none in `wait_s`.
+        """The steps from `base` to `version` for a plan, deflated or not. None if they are not there in `wait_s`, or
+        are no fewer bytes than the plan.
 
         Waits for a step that is being made. Steps are made from the first call on.
         """
+        deadline = time.monotonic() + wait_s
         with self._changed:
             self._wanted = True
             if base is None:
                 return None
             self._changed.wait_for(lambda: self._closing or self._made(version), max(0.0, wait_s))
             steps = self._path(base, version)
-        return None if steps is None else [self._routed(step, source, deflated) for step in steps]
+        if steps is None:
+            return None
+        found: list[Messages] = []
+        for step in steps:
+            messages = self._routed(step, source, deflated, deadline)
+            if messages is None or deltas_bytes([*found, messages]) >= source.bytes:
+                return None
+            found.append(messages)
+        return found
 
     @property
     def bytes(self) -> int:
@@ -182,15 +202,30 @@ class DeltaChain:
                 at = step.base
         return path[::-1] if at == base else None
 
-    def _routed(self, step: DeltaStep, source: SourcePlan, deflated: bool) -> Messages:
+    def _routed(
+        self, step: DeltaStep, source: SourcePlan, deflated: bool, deadline: float
+    ) -> Messages | None:
+        """None if they are not made by the deadline."""
         key = source, deflated
-        with self._routing:
+        if not self._routing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return None
+        try:
             if key not in step.routed:
-                messages = route(step, source, self._layout, deflated)
+                messages = route(
+                    step,
+                    source,
+                    self._layout,
+                    deflated=deflated,
+                    in_time=lambda: time.monotonic() < deadline,
+                )
+                if messages is None:
+                    return None
                 with self._changed:
                     step.routed[key] = messages
                     self._evict()
             return step.routed[key]
+        finally:
+            self._routing.release()
 
     def _evict(self) -> None:
         while self.bytes > self._most_bytes:

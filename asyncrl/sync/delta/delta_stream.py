@@ -15,7 +15,8 @@ import torch
 
 from asyncrl.errors import WireError
 from asyncrl.sync.channels.channel import Channel, Transfer
-from asyncrl.sync.delta.delta import add, most_bytes, read
+from asyncrl.sync.delta.delta import add
+from asyncrl.sync.delta.records import most_bytes, read
 from asyncrl.sync.plan.plan import Bucket, SourcePlan
 from asyncrl.sync.tensors.bucket import Buffers
 from asyncrl.sync.tensors.shards import Shards, flat_bytes

@@ -1,4 +1,4 @@
-"""The speed of a link or a store, by its last full version, and the form in which it gets the next.
+"""The speed of a link or a store, by its last whole version, and the form in which it gets the next.
 
     at least 1 GB/s    the whole version
     less               its changes
@@ -20,18 +20,21 @@ DEFLATE_BYTES_S = 2.5e7
 than half of that carries them sooner as they are."""
 
 LATENCY_S = 0.05
-"""Of a full version's time, this says nothing about the speed."""
+"""So much of a whole version's time says nothing about the speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """bytes_s: infinite before the first full version, and where that took no longer than LATENCY_S."""
+    """Of one rank's link to one generator, or of a store.
+
+    bytes_s: infinite before the first whole version, and where that took no longer than LATENCY_S
+    """
 
     bytes_s: float = math.inf
 
     @staticmethod
     def of(size: int, seconds: float) -> LinkSpeed:
-        """Of a full version of `size` bytes that took `seconds`."""
+        """By a whole version of `size` bytes that took `seconds`."""
         beyond_s = seconds - LATENCY_S
         return LinkSpeed(size / beyond_s if beyond_s > 0 else math.inf)
 

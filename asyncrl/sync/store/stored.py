@@ -35,7 +35,7 @@ from asyncrl.sync.plan.plan import tiles
 from asyncrl.sync.tensors.shards import flat_bytes
 from asyncrl.types import Version
 
-FORMAT = 1
+FORMAT = 2
 
 FULL, DELTA = "full", "delta"
 """Kinds of manifests."""

@@ -25,9 +25,9 @@ import torch
 from asyncrl.config.schema import SyncConfig
 from asyncrl.device.streams import SideStream
 from asyncrl.errors import AsyncRLError, WeightSyncError
-from asyncrl.sync.delta.delta import changes_to_bytes, deflate
 from asyncrl.sync.delta.device_delta import all_changes
 from asyncrl.sync.delta.link_speed import LinkSpeed
+from asyncrl.sync.delta.records import changes_to_bytes, deflate
 from asyncrl.sync.layout.layout import layout_bytes
 from asyncrl.sync.store.blobs import Blobs, Bytes
 from asyncrl.sync.store.stored import (
@@ -191,9 +191,9 @@ class StoredPublisher(RankPublisher):
 
     def _store(self, pin: Pin) -> int:
         """Store the version or its changes, then the manifest; then delete older ones. Returns the bytes written."""
-        begun = time.monotonic()
         written = self._store_changes(pin)
         if written is None:
+            begun = time.monotonic()
             written = self._store_full(pin)
             self._chain.add_full(pin.version)
             self._speed = LinkSpeed.of(written, time.monotonic() - begun)
@@ -223,15 +223,17 @@ class StoredPublisher(RankPublisher):
             return None
         base = self._chain.newest
         digests = self._no_digests()
-        records = []
+        records, items = [], []
         for block in blocks(self._layout):
             new = self._block(pin, block, digests)
             old = self._snapshots.shards_of(base)
             if old is not None:
-                record = changes_to_bytes(*all_changes([(old.view(block.name, block.box), new)]))
-                records.append(deflate(record, new.element_size()) if self._speed.is_very_slow else record)
+                records.append(changes_to_bytes(*all_changes([(old.view(block.name, block.box), new)])))
+                items.append(new.element_size())
             if old is None or self._snapshots.shards_of(base) is not old:
                 return None  # the base was overwritten meanwhile: nothing pins it
+        if self._speed.is_very_slow:  # now, since nothing pins the base
+            records = list(map(deflate, records, items))
         table = delta_table(records)
         size = len(table) + sum(map(len, records))
         if size >= self._snapshots.bytes:

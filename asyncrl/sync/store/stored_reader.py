@@ -18,7 +18,8 @@ from itertools import groupby
 import torch
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.sync.delta.delta import add, cut, most_bytes, read
+from asyncrl.sync.delta.delta import add, cut
+from asyncrl.sync.delta.records import most_bytes, read
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box
 from asyncrl.sync.plan.plan import SourcePlan
 from asyncrl.sync.store.blobs import Blobs

@@ -80,8 +80,8 @@ class VersionSource(Protocol):
     def deltas(
         self, pin: Pin, base: Version | None, plan: SourcePlan, speed: LinkSpeed, seconds: float
     ) -> Deltas | None:
-        """The changes from `base`, which the other end has, to the pinned version; None: send all of it. speed: of the
-        link."""
+        """The changes from `base`, which the other end has, to the pinned version, fewer bytes than that; None: send
+        all of it. speed: of the link."""
 
 
 class TransferCounts:
@@ -225,8 +225,6 @@ class Sender:
             hashing = hasher.submit(source.share, pin, plan, seconds_left())
             # Half of the time: if the changes are not made by then, the rest must do for the whole version.
             deltas = source.deltas(pin, job.base, plan, self._speed, seconds_left() / 2)
-            if deltas is not None and deltas_bytes(deltas) >= plan.bytes:
-                deltas = None
             announce(deltas, channel, seconds_left)
             if deltas is None:
                 sent = self._send_full(pin, shards, channel, buffers, seconds_left)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 from sharding import full_tensors
 from stream_cases import Learner
 
-from asyncrl.sync.delta.delta import add, read
+import asyncrl.sync.delta.link_speed as link_speed
+from asyncrl.sync.delta.delta import add
+from asyncrl.sync.delta.link_speed import LinkSpeed
+from asyncrl.sync.delta.records import read
 
 DRIFTING = {"embed": ((128, 64), "bfloat16"), "norm": ((64,), "float32"), "head": ((96, 64), "bfloat16")}
 
@@ -22,6 +27,27 @@ def stepped(full: dict[str, torch.Tensor], share: float, seed: int) -> dict[str,
         bits ^= (torch.rand(len(bits), generator=random) < share).to(torch.uint8)
         new[name] = bits.view(tensor.dtype).view(tensor.shape)
     return new
+
+
+FORMS = {"whole": (0.0, 0.0), "changes": (math.inf, 0.0), "deflated": (math.inf, math.inf)}
+"""Forms of a version, with the speeds of a link below which changes are sent, and are deflated."""
+
+
+def links_have(form: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """Let every link get this form. Returns sizes and seconds of whole versions, as they are measured."""
+    fast, deflates = FORMS[form]
+    monkeypatch.setattr(link_speed, "FAST_BYTES_S", fast)
+    monkeypatch.setattr(link_speed, "DEFLATE_BYTES_S", deflates)
+    monkeypatch.setattr(link_speed, "LATENCY_S", 0.0)
+    measured: list[tuple[int, float]] = []
+    real = LinkSpeed.of
+
+    def spied(size: int, seconds: float) -> LinkSpeed:
+        measured.append((size, seconds))
+        return real(size, seconds)
+
+    monkeypatch.setattr(LinkSpeed, "of", spied)
+    return measured
 
 
 def apply_delta(staged: torch.Tensor, record: torch.Tensor) -> None:

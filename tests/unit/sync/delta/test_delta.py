@@ -14,16 +14,8 @@ from hypothesis.extra.numpy import arrays
 from sharding import same_bits
 
 from asyncrl.errors import WireError
-from asyncrl.sync.delta.delta import (
-    HEADER_BYTES,
-    Changes,
-    add,
-    changes_to_bytes,
-    deflate,
-    find_changes,
-    most_bytes,
-    read,
-)
+from asyncrl.sync.delta.delta import Changes, add, find_changes
+from asyncrl.sync.delta.records import HEADER_BYTES, changes_to_bytes, deflate, most_bytes, read
 from asyncrl.sync.layout.layout import ITEM_BYTES
 
 ITEMS = sorted(ITEM_BYTES)
@@ -187,14 +179,19 @@ SPARSE = changes_to_bytes(Changes(torch.tensor([2, 900]), torch.tensor([1, 500],
 REGULAR = changes_to_bytes(Changes(torch.arange(0, 1000, 4), torch.ones(250, dtype=torch.int16)))
 DEFLATED = deflate(REGULAR, 2)
 """Gaps from byte 40 on: the checksum of each part is its end."""
-AT, END = header(DEFLATED)[3:], HEADER_BYTES + sum(header(DEFLATED)[3:])
+AT = header(DEFLATED)[3:]
+END = HEADER_BYTES + sum(AT)
 
 
 def bomb(size: int) -> torch.Tensor:
     """A record whose 250 gaps are `size` zeros once inflated."""
-    data = zlib.compress(bytes(size))
-    fields = torch.tensor([250, 250, 0, len(data), -1]).view(torch.uint8)
-    parts = [fields, torch.frombuffer(bytearray(data), dtype=torch.uint8), torch.ones(250, dtype=torch.uint8)]
+    return with_gaps(zlib.compress(bytes(size)))
+
+
+def with_gaps(data: bytes) -> torch.Tensor:
+    """A record of 250 narrow steps, as they are, and of these deflated gaps."""
+    gaps, narrow = torch.frombuffer(bytearray(data), dtype=torch.uint8), torch.ones(250, dtype=torch.uint8)
+    parts = [torch.tensor([250, 250, 0, len(data), -1]).view(torch.uint8), gaps, narrow]
     return torch.cat([*parts, torch.zeros(-sum(map(len, parts)) % 8, dtype=torch.uint8)])
 
 
@@ -241,7 +238,8 @@ def test_parts_that_are_shorter_are_deflated_by_hand() -> None:
         flipped(DEFLATED, END - 1),
         bomb(249),
         bomb(251),
-        bomb(1 << 18),
+        with_gaps(zlib.compress(bytes(250)) + b"x"),
+        with_gaps(zlib.compress(bytes(250), level=0)),  # longer than the gaps as they are
         changes_to_bytes(Changes(torch.tensor([2, 1000]), torch.tensor([1, 500], dtype=torch.int16))),
         changes_to_bytes(Changes(None, torch.ones(999, dtype=torch.int16))),
     ],
@@ -251,6 +249,14 @@ def test_what_is_no_delta_of_this_tensor_is_refused_and_changes_nothing(record: 
     with pytest.raises(WireError):
         apply_delta(staged, record)
     assert not staged.any()
+
+
+def test_no_more_is_inflated_than_there_can_be() -> None:
+    with pytest.raises(WireError, match="of 251 bytes once inflated, not 250"):
+        apply_delta(torch.zeros(1000, dtype=torch.bfloat16), bomb(200_000))
+    staged = torch.zeros(1000, dtype=torch.int16)
+    apply_delta(staged, bomb(250))
+    assert staged.tolist() == [1] * 250 + [0] * 750
 
 
 @given(arrays(np.uint8, st.integers(0, 80)), st.lists(st.integers(-2, 40), min_size=5, max_size=5))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import asyncrl.sync.delta.delta_chain as delta_chain
 import asyncrl.sync.delta.delta_stream as delta_stream
 from asyncrl.errors import DeadlineError, WireError
 from asyncrl.sync.delta.delta import Changes
-from asyncrl.sync.delta.delta_chain import DeltaChain, make_step, route
+from asyncrl.sync.delta.delta_chain import DeltaChain, DeltaStep, Messages, make_step, route
 from asyncrl.sync.delta.delta_stream import (
     Deltas,
     announce,
@@ -28,7 +30,7 @@ from asyncrl.sync.delta.delta_stream import (
     send_deltas,
 )
 from asyncrl.sync.delta.device_delta import Pair
-from asyncrl.sync.layout.layout import Box, ParamLayout, whole_layout
+from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import SourcePlan, plan
 from asyncrl.sync.tensors.bucket import Buffers
 from asyncrl.sync.tensors.shards import Shards
@@ -67,12 +69,18 @@ def test_a_destination_follows_versions_through_deltas_from_any_sharding(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delta_chain, "TILE_BYTES", 64)
             steps = [make_step(v, v + 1, rank[v], rank[v + 1], lambda: True) for v in (0, 1)]
-        deltas = [route(step, source, layout, deflated) for step in steps if step is not None]
+        deltas = [routed(step, source, layout, deflated) for step in steps if step is not None]
         assert len(deltas) == 2
         assert share or not deltas_bytes(deltas)
         assert take(deltas, source, staged) == list(range(len(source.buckets)))
     expected = Shards(destination, local_tensors(destination, versions[-1]))
     assert all(map(same_bits, staged.parts, expected.parts))
+
+
+def routed(step: DeltaStep, source: SourcePlan, layout: Layout, deflated: bool) -> Messages:
+    messages = route(step, source, layout, deflated=deflated, in_time=lambda: True)
+    assert messages is not None
+    return messages
 
 
 def whole_plan() -> SourcePlan:
@@ -205,17 +213,61 @@ def test_slow_links_get_deflated_messages_of_their_own(learners: Callable[..., L
     learner.find(None, 0)
     learner.publish(0)
     learner.publish(1)
-    plain, deflated, again = (
-        learner.chain.find(0, 1, whole_plan(), 10.0, deflated=on) for on in (False, True, True)
-    )
+    plain = learner.chain.find(0, 1, whole_plan(), 10.0, deflated=False)
+    held = learner.chain.bytes
+    deflated, again = (learner.chain.find(0, 1, whole_plan(), 10.0, deflated=True) for _ in range(2))
     assert plain is not None
     assert deflated is not None
+    assert learner.chain.bytes == held + deltas_bytes(deflated)
     assert again is not None
     assert deflated[0][0] is again[0][0]
     assert 0 < deflated[0][0].numel() < plain[0][0].numel()
     staged = Shards(LAYOUT, {name: tensor.clone() for name, tensor in learner.full[0].items()})
     take(deflated, whole_plan(), staged)
     assert all(map(same_bits, staged.parts, Shards(LAYOUT, learner.full[1]).parts))
+
+
+def test_messages_that_are_not_made_in_time_are_none(
+    learners: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link waits no longer, neither for its own nor while those of another are made."""
+    learner = learners()
+    learner.find(None, 0)
+    learner.publish(0)
+    learner.publish(1)
+    learner.find(1, 1)
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly(*step: Any, in_time: Callable[[], bool], **more: Any) -> Messages | None:
+        begun.set()
+        assert go.wait(10.0)
+        return real(*step, in_time=lambda: False, **more)
+
+    real = delta_chain.route
+    monkeypatch.setattr(delta_chain, "route", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(learner.find, 0, 1)
+        assert begun.wait(10.0)
+        assert learner.chain.find(0, 1, whole_plan(), 0.01, deflated=True) is None
+        go.set()
+        assert late.result(10.0) is None
+    monkeypatch.setattr(delta_chain, "route", real)
+    assert learner.find(0, 1) is not None
+    left = iter([True, False])
+    step = make_step(0, 1, *(Shards(LAYOUT, learner.full[version]) for version in (0, 1)), lambda: True)
+    (source,) = plan([LAYOUT], LAYOUT, 128).sources
+    assert step is not None
+    assert route(step, source, LAYOUT, deflated=False, in_time=lambda: next(left)) is None
+
+
+def test_changes_that_are_no_less_than_the_version_are_none(learners: Callable[..., Learner]) -> None:
+    learner = learners()
+    learner.full[1] = stepped(learner.full[0], 1.0, seed=1)
+    learner.find(None, 0)
+    learner.publish(0)
+    learner.publish(1)
+    assert learner.find(1, 1) == []
+    assert learner.find(0, 1) is None
 
 
 def test_the_oldest_steps_go_first_when_the_memory_is_spent(learners: Callable[..., Learner]) -> None:

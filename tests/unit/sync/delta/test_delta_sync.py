@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from delta_cases import DRIFTING, DriftingLearner
+from delta_cases import DRIFTING, FORMS, DriftingLearner, links_have
 from stream_cases import Generator, closing_all
 
 import asyncrl.sync.delta.delta_chain as delta_chain
-import asyncrl.sync.delta.link_speed as link_speed
 import asyncrl.sync.stream.link as link_module
 from asyncrl.config.schema import Config, SyncConfig
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.sync.delta.delta import HEADER_BYTES
-from asyncrl.sync.delta.delta_chain import DeltaStep, Messages
-from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes
-from asyncrl.sync.plan.plan import SourcePlan
+from asyncrl.sync.delta.delta_chain import Messages
+from asyncrl.sync.delta.records import HEADER_BYTES
+from asyncrl.sync.layout.layout import Box, ParamLayout, layout_bytes
 from asyncrl.sync.stream.subscriber import StagedWeights
 
 closing = pytest.fixture(closing_all)
@@ -117,8 +116,9 @@ def test_a_bit_flipped_in_a_delta_leads_to_the_full_stream(
     follow(generator, learner, 0, 1)
     real = delta_chain.route
 
-    def flipped(*step: object) -> tuple[torch.Tensor, ...]:
-        messages = real(*step)  # type: ignore[arg-type]
+    def flipped(*step: Any, **more: Any) -> Messages:
+        messages = real(*step, **more)
+        assert messages is not None
         messages[0][at] ^= 1
         return messages
 
@@ -145,30 +145,18 @@ def test_a_transfer_that_breaks_leaves_no_base(closing: Callable, monkeypatch: p
     assert follow(generator, learner, 3).bytes < layout_bytes(learner.whole)
 
 
-FORMS = {"whole": (0.0, 0.0), "changes": (math.inf, 0.0), "deflated": (math.inf, math.inf)}
-"""Forms of a version, with the speeds below which changes are sent, and are deflated."""
-
-
-def speeds(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Let all links have the speed of this form."""
-    fast, deflates = FORMS[form]
-    monkeypatch.setattr(link_speed, "FAST_BYTES_S", fast)
-    monkeypatch.setattr(link_speed, "DEFLATE_BYTES_S", deflates)
-    monkeypatch.setattr(link_speed, "LATENCY_S", 0.0)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_auto_sends_deltas_over_slow_links_alone(
     form: str, closing: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link's speed is that of its last full stream: here all are above any bound, or none is."""
-    speeds(monkeypatch, form)
+    measured, begun = links_have(form, monkeypatch), time.monotonic()
     routed: list[bool] = []
     real = delta_chain.route
 
-    def spied(step: DeltaStep, source: SourcePlan, layout: Layout, deflated: bool) -> Messages:
+    def spied(*step: Any, deflated: bool, in_time: Callable[[], bool]) -> Messages | None:
         routed.append(deflated)
-        return real(step, source, layout, deflated)
+        return real(*step, deflated=deflated, in_time=in_time)
 
     monkeypatch.setattr(delta_chain, "route", spied)
     auto = dataclasses.replace(ALWAYS, delta="auto")
@@ -178,6 +166,10 @@ def test_auto_sends_deltas_over_slow_links_alone(
     assert (follow(generator, learner, 2).bytes < layout_bytes(learner.whole)) == (form != "whole")
     assert bool(totals(learner)["delta_bytes"]) == (form != "whole")
     assert set(routed) == {"whole": set(), "changes": {False}, "deflated": {True}}[form]
+    sizes, seconds = zip(*measured, strict=True)
+    assert set(sizes) == {layout_bytes(learner.whole)}
+    assert len(sizes) == (3 if form == "whole" else 2), "the changes to 1 are not made before somebody asks"
+    assert 0 < min(seconds) <= sum(seconds) < time.monotonic() - begun
 
 
 def test_never_is_never_and_always_needs_two_snapshots(closing: Callable) -> None:

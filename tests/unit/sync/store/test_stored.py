@@ -88,7 +88,7 @@ def test_what_is_no_manifest_is_refused(data: bytes | int, value: int) -> None:
 
 
 def test_a_manifest_of_another_format_or_with_too_few_hashes_is_named() -> None:
-    with pytest.raises(WireError, match="a manifest of format 99, this side reads 1"):
+    with pytest.raises(WireError, match="a manifest of format 99, this side reads 2"):
         manifest_from_bytes(msgpack.packb([99, {}]))
     with pytest.raises(WireError, match="parameter embed: not as many hashes as the 2 blocks"):
         manifest_from_bytes(manifest_to_bytes(manifest(WHOLE, digests={"embed": [1], "norm": [1]})))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from delta_cases import DRIFTING, stepped
+from delta_cases import DRIFTING, links_have, stepped
 from pretended_gpu import PretendedGpu
 from processes import until
 from sharding import full_tensors, local_tensors, same_bits
 from stream_cases import by_rows
 
-import asyncrl.sync.delta.link_speed as link_speed
 import asyncrl.sync.store.stored_publisher as stored_publisher
 from asyncrl.config.schema import SyncConfig
 from asyncrl.errors import WeightSyncError
-from asyncrl.sync.delta.delta import HEADER_BYTES, Changes
+from asyncrl.sync.delta.delta import Changes
 from asyncrl.sync.delta.device_delta import Pair
+from asyncrl.sync.delta.records import HEADER_BYTES
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, layout_bytes, whole_layout
 from asyncrl.sync.store.blobs import FolderBlobs
-from asyncrl.sync.store.stored import ENTRY_BYTES
+from asyncrl.sync.store.stored import ENTRY_BYTES, blocks, record_hash
 from asyncrl.sync.store.stored_publisher import FULL_EVERY, Chain, StoredPublisher
 from asyncrl.sync.store.stored_subscriber import StoredSubscriber
 from asyncrl.sync.stream.subscriber import StagedWeights
@@ -178,6 +178,24 @@ def test_a_damaged_delta_is_named_and_the_next_full_version_is_good(
     reader.take(FULL_EVERY)
 
 
+def test_records_that_begin_between_multiples_of_8_are_refused(store: Store) -> None:
+    """The second begins 4 bytes late: as long as before together, and with the right hashes."""
+    reader = store.reader("generator-0", WHOLE)
+    store.publish(0)
+    reader.take(0)
+    store.publish(1)
+    (file,) = (store.folder / "rank-00000").glob("*/00000001.delta")
+    data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    table = data[: ENTRY_BYTES * len(list(blocks(store.layouts[0])))].view(torch.int64).view(-1, 2)
+    sizes = [int(table[0, 0]) + 4, int(table[1, 0]) - 4]
+    first, second, _ = data[table.nbytes :].split([*sizes, data.numel() - table.nbytes - sum(sizes)])
+    table[:2, 0] = torch.tensor(sizes)
+    table[:2, 1] = torch.tensor([record_hash(first), record_hash(second)])
+    file.write_bytes(data.numpy().tobytes())
+    with pytest.raises(WeightSyncError, match="or one that is too long"):
+        reader.stream.stage(1)
+
+
 def test_wrong_changes_with_a_right_checksum_are_found_by_the_hash_of_the_version(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,15 +217,12 @@ def test_wrong_changes_with_a_right_checksum_are_found_by_the_hash_of_the_versio
 
 
 @pytest.mark.parametrize(
-    ("fast", "deflates", "deltas"),
-    [(0.0, 0.0, []), (math.inf, 0.0, ["plain"]), (math.inf, math.inf, ["deflated"])],
+    ("form", "deltas"), [("whole", []), ("changes", ["plain"]), ("deflated", ["deflated"])]
 )
 def test_auto_stores_changes_where_the_store_is_slow_and_deflates_them_where_it_is_very_slow(
-    fast: float, deflates: float, deltas: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, deltas: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_speed, "FAST_BYTES_S", fast)
-    monkeypatch.setattr(link_speed, "DEFLATE_BYTES_S", deflates)
-    monkeypatch.setattr(link_speed, "LATENCY_S", 0.0)
+    measured, begun = links_have(form, monkeypatch), time.monotonic()
     layout = whole_layout(DRIFTING)
     live = full_tensors(layout)
     staging = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
@@ -226,6 +241,9 @@ def test_auto_stores_changes_where_the_store_is_slow_and_deflates_them_where_it_
                 live[name].copy_(tensor)
         (series,) = (tmp_path / "rank-00000").iterdir()
         assert [of_records(file) for file in series.glob("*.delta")] == deltas
+        blobs = [file.stat().st_size for file in sorted(series.glob("*.safetensors"))]
+        assert [size for size, _ in measured] == blobs
+        assert all(0 < seconds < time.monotonic() - begun for _, seconds in measured)
     finally:
         publisher.close()
 

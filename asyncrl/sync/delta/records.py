@@ -1,0 +1,226 @@
+"""Changes as bytes, few of them.
+
+    Changes ─┬ positions ─▸ gaps, a byte each  ┐
+             └ steps ─────▸ a byte each        ┴─▸ one record ── deflate ─▸ a shorter one, for a slow link
+
+A record, all of it in multiples of 8 bytes:
+
+    header  int64 [5]   see `Header`
+    wide    int [·]     steps that do not fit a byte, as wide as an element
+    gaps    uint8 [·]   unchanged elements before each changed one; 255: that many, and no changed one yet
+    narrow  int8 [·]    a byte for each step; -128: the next of the wide ones
+
+Gaps and narrow steps can be deflated (zlib, RFC 1950), each alone. Equal stretches are rare in them, so they get
+Huffman codes and no matches. After an optimizer step, a gap carries some 6.3 bits, and the step of a bf16 weight 2.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from asyncrl.errors import WireError
+from asyncrl.sync.delta.delta import INTEGERS, Changes
+
+UNCHANGED = 255
+"""A gap byte that ends at no changed element."""
+
+WIDE = -128
+"""A narrow byte whose step is among the wide ones."""
+
+HEADER_BYTES = 40
+
+PLAIN = -1
+"""In the header, in place of the size of a part that is not deflated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a record has, in its order.
+
+    gaps: their bytes, or -1: every element has a step · steps: how many · wide: how many of them, or -1: all
+    deflated_gaps, deflated_narrow: bytes that these parts take when deflated, or PLAIN
+    """
+
+    gaps: int
+    steps: int
+    wide: int
+    deflated_gaps: int = PLAIN
+    deflated_narrow: int = PLAIN
+
+    @staticmethod
+    def of(record: torch.Tensor) -> Header:
+        return Header(*record[:HEADER_BYTES].view(torch.int64).tolist())
+
+    @property
+    def dense(self) -> bool:
+        return self.gaps == -1
+
+    @property
+    def all_wide(self) -> bool:
+        return self.wide == -1
+
+    @property
+    def gap_bytes(self) -> int:
+        return max(self.gaps, 0)
+
+    @property
+    def narrow_bytes(self) -> int:
+        return 0 if self.all_wide else self.steps
+
+    @property
+    def wide_steps(self) -> int:
+        return self.steps if self.all_wide else self.wide
+
+    def sizes(self, item: int) -> list[int]:
+        """Bytes in the record: the header, wide steps, gaps and narrow steps, zeros at the end."""
+        gaps = self.gap_bytes if self.deflated_gaps == PLAIN else self.deflated_gaps
+        narrow = self.narrow_bytes if self.deflated_narrow == PLAIN else self.deflated_narrow
+        sizes = [HEADER_BYTES, self.wide_steps * item, gaps, narrow]
+        return [*sizes, -sum(sizes) % 8]
+
+    def check(self, elements: int) -> None:
+        """Raises WireError if no tensor of so many elements has such a record."""
+        positions = elements if self.dense else self.gap_bytes
+        possible = 0 <= self.wide_steps <= self.steps <= positions <= elements
+        if not possible or (self.dense and self.steps != elements):
+            raise WireError(f"a delta for {elements} elements has an impossible header: {self}")
+        deflated = ((self.deflated_gaps, self.gap_bytes), (self.deflated_narrow, self.narrow_bytes))
+        if not all(size == PLAIN or 0 <= size < plain for size, plain in deflated):
+            raise WireError(f"a delta with parts that deflating makes longer: {self}")
+
+    def to_bytes(self) -> torch.Tensor:
+        fields = (self.gaps, self.steps, self.wide, self.deflated_gaps, self.deflated_narrow)
+        return torch.tensor(fields).view(torch.uint8)
+
+
+def most_bytes(raw: int) -> int:
+    """No record of a tensor of `raw` bytes is longer."""
+    return raw + raw // UNCHANGED + HEADER_BYTES + 8
+
+
+def is_empty(record: torch.Tensor) -> bool:
+    """Whether it changes nothing."""
+    return Header.of(record).steps == 0
+
+
+def changes_to_bytes(changes: Changes) -> torch.Tensor:
+    """The record of these changes, [bytes] uint8 on the CPU."""
+    steps = changes.steps.cpu().contiguous()
+    gaps = None if changes.positions is None else _gaps(changes.positions.cpu())
+    narrow = steps.to(torch.int8)
+    unfit = (narrow != steps) | (narrow == WIDE)
+    wide = steps[unfit] if bool(unfit.any()) else steps[:0]
+    if steps.numel() + wide.numel() * steps.element_size() < steps.numel() * steps.element_size():
+        count, narrow = wide.numel(), narrow.masked_fill_(unfit, WIDE)
+    else:
+        count, wide, narrow = -1, steps, narrow[:0]
+    header = Header(-1 if gaps is None else gaps.numel(), steps.numel(), count)
+    return _joined(header, wide, narrow[:0] if gaps is None else gaps, narrow)
+
+
+def deflate(record: torch.Tensor, item: int) -> torch.Tensor:
+    """A record of `changes_to_bytes`, gaps and narrow steps deflated where that is shorter.
+
+    item: bytes of an element
+    """
+    header = Header.of(record)
+    _, wide, gaps, narrow, _ = record.split(header.sizes(item))
+    packed_gaps, packed_narrow = _deflated(gaps), _deflated(narrow)
+    if len(packed_gaps) < len(gaps):
+        header, gaps = replace(header, deflated_gaps=len(packed_gaps)), packed_gaps
+    if len(packed_narrow) < len(narrow):
+        header, narrow = replace(header, deflated_narrow=len(packed_narrow)), packed_narrow
+    return _joined(header, wide, gaps, narrow)
+
+
+def read(data: torch.Tensor, tensors: Iterable[tuple[int, int]]) -> Iterator[Changes]:
+    """Records that lie one after another, one for each tensor of (elements, bytes of an element).
+
+    Raises WireError for other data, and for data beyond the records. [bytes] uint8 at an address that is a multiple
+    of 8.
+    """
+    at = 0
+    for elements, item in tensors:
+        changes, length = _record(data[at:], elements, item)
+        at += length
+        yield changes
+    if at != data.numel():
+        raise WireError(f"a delta of {data.numel()} bytes, of which {at} are read")
+
+
+def _record(data: torch.Tensor, elements: int, item: int) -> tuple[Changes, int]:
+    """The record that `data` begins with, and its bytes."""
+    if data.numel() < HEADER_BYTES:
+        raise WireError(f"a delta ends after {data.numel()} bytes of a header")
+    header = Header.of(data)
+    header.check(elements)
+    sizes = header.sizes(item)
+    if data.numel() < sum(sizes):
+        raise WireError(f"a delta of {sum(sizes)} bytes ends after {data.numel()}")
+    _, wide, gaps, narrow, _ = data[: sum(sizes)].split(sizes)
+    if header.deflated_gaps != PLAIN:
+        gaps = _inflated(gaps, header.gap_bytes)
+    if header.deflated_narrow != PLAIN:
+        narrow = _inflated(narrow, header.narrow_bytes)
+    steps = wide.view(INTEGERS[item])
+    if not header.all_wide:
+        steps = _steps(narrow.view(torch.int8), steps)
+    return Changes(None if header.dense else _positions(gaps, header.steps, elements), steps), sum(sizes)
+
+
+def _joined(header: Header, *parts: torch.Tensor) -> torch.Tensor:
+    """The record of these parts, with zeros up to a multiple of 8 bytes."""
+    every = [header.to_bytes(), *(part.view(torch.uint8) for part in parts)]
+    return torch.cat([*every, torch.zeros(-sum(map(len, every)) % 8, dtype=torch.uint8)])
+
+
+def _deflated(part: torch.Tensor) -> torch.Tensor:
+    packer = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
+    return torch.frombuffer(bytearray(packer.compress(part.numpy().data) + packer.flush()), dtype=torch.uint8)
+
+
+def _inflated(part: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] uint8. Raises WireError for anything else, of which no more than `size` + 1 bytes are unpacked."""
+    unpacker = zlib.decompressobj()
+    try:
+        whole = unpacker.decompress(part.numpy().data, size + 1)
+    except zlib.error as error:
+        raise WireError(f"a delta with gaps or steps that cannot be inflated: {error}") from None
+    if len(whole) != size or not unpacker.eof or unpacker.unused_data:
+        raise WireError(f"a delta with gaps or steps of {len(whole)} bytes once inflated, not {size}")
+    return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+
+
+def _gaps(positions: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8."""
+    gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
+    if not gaps.numel() or int(gaps.max()) < UNCHANGED:
+        return gaps.to(torch.uint8)
+    ends = (gaps // UNCHANGED + 1).cumsum(0)
+    coded = torch.full((int(ends[-1]),), UNCHANGED, dtype=torch.uint8)
+    coded[ends - 1] = (gaps % UNCHANGED).to(torch.uint8)
+    return coded
+
+
+def _steps(narrow: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    marked = narrow == WIDE
+    if int(marked.sum()) != wide.numel():
+        raise WireError(f"a delta with {int(marked.sum())} places for {wide.numel()} wide steps")
+    steps = narrow.to(wide.dtype)
+    if wide.numel():
+        steps[marked] = wide
+    return steps
+
+
+def _positions(gaps: torch.Tensor, count: int, elements: int) -> torch.Tensor:
+    changed = gaps != UNCHANGED
+    if int(changed.sum()) != count or (gaps.numel() and not bool(changed[-1])):
+        raise WireError(f"a delta with positions for {int(changed.sum())} of {count} steps")
+    ends = (gaps.to(torch.int64) + changed).cumsum(0)
+    if gaps.numel() and int(ends[-1]) > elements:
+        raise WireError(f"a delta that changes element {int(ends[-1]) - 1} of {elements}")
+    return (ends if gaps.numel() == count else ends[changed]) - 1
