@@ -26,7 +26,7 @@ from asyncrl.device.streams import SideStream
 from asyncrl.sync.delta.delta import cut
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas, deltas_bytes
 from asyncrl.sync.delta.device_delta import all_changes
-from asyncrl.sync.delta.records import changes_to_bytes, deflate, is_empty, read
+from asyncrl.sync.delta.records import changes_nothing, changes_to_bytes, deflate, read
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
 from asyncrl.sync.plan.plan import Piece, SourcePlan, tiles
 from asyncrl.sync.tensors.shards import Shards
@@ -92,7 +92,7 @@ def route(
 ) -> Messages | None:
     """One message for each bucket of a plan: a record for each piece, or nothing where none has changes.
 
-    None as soon as `in_time()` is false, which is called before each bucket.
+    Returns None as soon as `in_time()`, which is called before each bucket, is false.
     """
     messages = []
     for bucket in source.buckets:
@@ -103,7 +103,7 @@ def route(
             _record(step.tiles[piece.name], piece, item)
             for piece, item in zip(bucket.pieces, items, strict=True)
         ]
-        if all(map(is_empty, records)):
+        if all(map(changes_nothing, records)):
             records = [torch.empty(0, dtype=torch.uint8)]
         elif deflated:
             records = [deflate(record, item) for record, item in zip(records, items, strict=True)]
@@ -150,7 +150,7 @@ class DeltaChain:
     def find(
         self, base: Version | None, version: Version, source: SourcePlan, wait_s: float, *, deflated: bool
     ) -> Deltas | None:
-        """The steps from `base` to `version` for a plan, deflated or not. None if they are not there in `wait_s`, or
+        """The steps from `base` to `version` for a plan, deflated or not; None where they are not there in `wait_s`, or
         are no fewer bytes than the plan.
 
         Waits for a step that is being made. Steps are made from the first call on.
@@ -167,9 +167,11 @@ class DeltaChain:
         found: list[Messages] = []
         for step in steps:
             messages = self._routed(step, source, deflated, deadline)
-            if messages is None or deltas_bytes([*found, messages]) >= source.bytes:
+            if messages is None:
                 return None
             found.append(messages)
+            if deltas_bytes(found) >= source.bytes:
+                return None
         return found
 
     @property
@@ -205,7 +207,7 @@ class DeltaChain:
     def _routed(
         self, step: DeltaStep, source: SourcePlan, deflated: bool, deadline: float
     ) -> Messages | None:
-        """None if they are not made by the deadline."""
+        """The messages of a step for a plan; None where they are not made by the deadline."""
         key = source, deflated
         if not self._routing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return None

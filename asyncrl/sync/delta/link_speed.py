@@ -25,7 +25,7 @@ LATENCY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Of one rank's link to one generator, or of a store.
+    """The speed of one rank's link to one generator, or of a store.
 
     bytes_s: infinite before the first whole version, and where that took no longer than LATENCY_S
     """

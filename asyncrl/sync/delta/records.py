@@ -5,7 +5,7 @@
 
 A record, all of it in multiples of 8 bytes:
 
-    header  int64 [5]   see `Header`
+    header  int64 [5]   see `RecordHeader`
     wide    int [·]     steps that do not fit a byte, as wide as an element
     gaps    uint8 [·]   unchanged elements before each changed one; 255: that many, and no changed one yet
     narrow  int8 [·]    a byte for each step; -128: the next of the wide ones
@@ -38,8 +38,8 @@ PLAIN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What a record has, in its order.
+class RecordHeader:
+    """The beginning of a record, its fields in their order.
 
     gaps: their bytes, or -1: every element has a step · steps: how many · wide: how many of them, or -1: all
     deflated_gaps, deflated_narrow: bytes that these parts take when deflated, or PLAIN
@@ -52,8 +52,8 @@ class Header:
     deflated_narrow: int = PLAIN
 
     @staticmethod
-    def of(record: torch.Tensor) -> Header:
-        return Header(*record[:HEADER_BYTES].view(torch.int64).tolist())
+    def of(record: torch.Tensor) -> RecordHeader:
+        return RecordHeader(*record[:HEADER_BYTES].view(torch.int64).tolist())
 
     @property
     def dense(self) -> bool:
@@ -102,9 +102,9 @@ def most_bytes(raw: int) -> int:
     return raw + raw // UNCHANGED + HEADER_BYTES + 8
 
 
-def is_empty(record: torch.Tensor) -> bool:
-    """Whether it changes nothing."""
-    return Header.of(record).steps == 0
+def changes_nothing(record: torch.Tensor) -> bool:
+    """Whether a record has no step."""
+    return RecordHeader.of(record).steps == 0
 
 
 def changes_to_bytes(changes: Changes) -> torch.Tensor:
@@ -118,7 +118,7 @@ def changes_to_bytes(changes: Changes) -> torch.Tensor:
         count, narrow = wide.numel(), narrow.masked_fill_(unfit, WIDE)
     else:
         count, wide, narrow = -1, steps, narrow[:0]
-    header = Header(-1 if gaps is None else gaps.numel(), steps.numel(), count)
+    header = RecordHeader(-1 if gaps is None else gaps.numel(), steps.numel(), count)
     return _joined(header, wide, narrow[:0] if gaps is None else gaps, narrow)
 
 
@@ -127,7 +127,7 @@ def deflate(record: torch.Tensor, item: int) -> torch.Tensor:
 
     item: bytes of an element
     """
-    header = Header.of(record)
+    header = RecordHeader.of(record)
     _, wide, gaps, narrow, _ = record.split(header.sizes(item))
     packed_gaps, packed_narrow = _deflated(gaps), _deflated(narrow)
     if len(packed_gaps) < len(gaps):
@@ -156,7 +156,7 @@ def _record(data: torch.Tensor, elements: int, item: int) -> tuple[Changes, int]
     """The record that `data` begins with, and its bytes."""
     if data.numel() < HEADER_BYTES:
         raise WireError(f"a delta ends after {data.numel()} bytes of a header")
-    header = Header.of(data)
+    header = RecordHeader.of(data)
     header.check(elements)
     sizes = header.sizes(item)
     if data.numel() < sum(sizes):
@@ -172,7 +172,7 @@ def _record(data: torch.Tensor, elements: int, item: int) -> tuple[Changes, int]
     return Changes(None if header.dense else _positions(gaps, header.steps, elements), steps), sum(sizes)
 
 
-def _joined(header: Header, *parts: torch.Tensor) -> torch.Tensor:
+def _joined(header: RecordHeader, *parts: torch.Tensor) -> torch.Tensor:
     """The record of these parts, with zeros up to a multiple of 8 bytes."""
     every = [header.to_bytes(), *(part.view(torch.uint8) for part in parts)]
     return torch.cat([*every, torch.zeros(-sum(map(len, every)) % 8, dtype=torch.uint8)])
