@@ -70,6 +70,10 @@ ARMS: dict[str, list[str]] = {
 """Changes to the demo. All have its learning rate."""
 
 STEP_ARMS: dict[str, list[str]] = {
+    "off_policy_step_baseline_clip": [
+        *("algorithm.advantage=off_policy_step_baseline", "algorithm.loss=ppo"),
+        *("algorithm.proximal=behaviour", "algorithm.gamma=0.95", "algorithm.dual_clip=2"),
+    ],
     "gigpo": [
         *("algorithm.advantage=gigpo", "algorithm.loss=ppo", "algorithm.proximal=behaviour"),
         *("algorithm.gamma=0.95", "algorithm.dual_clip=2"),

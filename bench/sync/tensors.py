@@ -12,7 +12,7 @@ from asyncrl.sync.layout.layout import Layout
 STD = 0.02
 
 LR = 1e-6
-"""By which AdamW moves a weight in a step, about."""
+"""AdamW moves a weight by about this much in a step."""
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -67,8 +67,9 @@ class SyncConfig(Section):
     )
     delta: Literal["never", "auto", "always"] = key(
         "auto",
-        "send, or store, what changed since the version before, if that is less; deflated where the link or store "
-        "is slower than 25 MB/s; auto: where it is slower than 1 GB/s. Needs snapshots=2",
+        "send what changed since the version that a generator has, or store what changed since the last stored one, "
+        "if that is less; deflated where link or store is slower than 25 MB/s; auto: where it is slower than 1 GB/s. "
+        "Needs snapshots=2",
     )
     delta_share: Positive = key(
         0.5, "memory for changes of past versions, which laggards replay: share of a rank's parameters"

@@ -23,8 +23,8 @@ STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
 ROUNDING = 1e-6
-"""A reward and its parts are float32: so much of the parts' sum may be missing in it. As the last reward of a rollout,
-it would make equal returns differ."""
+"""Rewards are float32, so R may differ from the sum of its parts by this share of their sizes. Such a rest is no
+reward: it would make equal returns differ."""
 
 NEGLIGIBLE = 0.1
 """In a group without spread, a mean of 1 − min(w, 1) below this gives advantages of exactly 0. A group of rollouts like

@@ -24,7 +24,7 @@ import torch
 from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream
 from asyncrl.sync.delta.delta import cut
-from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas, deltas_bytes
+from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
 from asyncrl.sync.delta.device_delta import all_changes
 from asyncrl.sync.delta.records import changes_nothing, changes_to_bytes, deflate, read
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
@@ -148,12 +148,20 @@ class DeltaChain:
             self._changed.notify_all()
 
     def find(
-        self, base: Version | None, version: Version, source: SourcePlan, wait_s: float, *, deflated: bool
+        self,
+        base: Version | None,
+        version: Version,
+        source: SourcePlan,
+        wait_s: float,
+        *,
+        deflated: bool,
+        still_wanted: Callable[[], None] = lambda: None,
     ) -> Deltas | None:
         """The steps from `base` to `version` for a plan, deflated or not; None where they are not there in `wait_s`, or
         are no fewer bytes than the plan.
 
-        Waits for a step that is being made. Steps are made from the first call on.
+        Waits for a step that is being made. Steps are made from the first call on. `still_wanted()` is called while
+        messages are made, and may raise.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -164,13 +172,20 @@ class DeltaChain:
             steps = self._path(base, version)
         if steps is None:
             return None
+
+        def in_time() -> bool:
+            still_wanted()
+            return not self._closing and time.monotonic() < deadline
+
         found: list[Messages] = []
+        left = source.bytes
         for step in steps:
-            messages = self._routed(step, source, deflated, deadline)
+            messages = self._routed(step, source, deflated, deadline, in_time)
             if messages is None:
                 return None
             found.append(messages)
-            if deltas_bytes(found) >= source.bytes:
+            left -= sum(map(len, messages))
+            if left <= 0:
                 return None
         return found
 
@@ -205,27 +220,26 @@ class DeltaChain:
         return path[::-1] if at == base else None
 
     def _routed(
-        self, step: DeltaStep, source: SourcePlan, deflated: bool, deadline: float
+        self,
+        step: DeltaStep,
+        source: SourcePlan,
+        deflated: bool,
+        deadline: float,
+        in_time: Callable[[], bool],
     ) -> Messages | None:
-        """The messages of a step for a plan; None where they are not made by the deadline."""
+        """The messages of a step for a plan; None where they are not made in time."""
         key = source, deflated
         if not self._routing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return None
         try:
-            if key not in step.routed:
-                messages = route(
-                    step,
-                    source,
-                    self._layout,
-                    deflated=deflated,
-                    in_time=lambda: time.monotonic() < deadline,
-                )
-                if messages is None:
-                    return None
+            if key in step.routed:
+                return step.routed[key]
+            messages = route(step, source, self._layout, deflated=deflated, in_time=in_time)
+            if messages is not None:
                 with self._changed:
                     step.routed[key] = messages
                     self._evict()
-            return step.routed[key]
+            return messages
         finally:
             self._routing.release()
 

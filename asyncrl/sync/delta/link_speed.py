@@ -16,8 +16,8 @@ FAST_BYTES_S = 1e9
 """One core makes deltas at about that speed."""
 
 DEFLATE_BYTES_S = 2.5e7
-"""Deflating saves nearly a half of a record, and both ends together do some 50 MB/s of records: a link that is faster
-than half of that carries them sooner as they are."""
+"""Deflating nearly halves a record. Both ends together process some 50 MB of records a second, so that a link above
+this speed carries plain records sooner."""
 
 LATENCY_S = 0.05
 """So much of a whole version's time says nothing about the speed."""

@@ -1,4 +1,4 @@
-"""Changes as bytes, few of them.
+"""The bytes of changes, as few as possible.
 
     Changes ─┬ positions ─▸ gaps, a byte each  ┐
              └ steps ─────▸ a byte each        ┴─▸ one record ── deflate ─▸ a shorter one, for a slow link

@@ -12,7 +12,7 @@ A version may be stored as changes to the one before, which a reader must have s
 
     …/00000012.safetensors   kind "full"
     …/00000013.delta         kind "delta", base 12        int64 [blocks, 2]: bytes and xxh64 of each record
-    …/00000014.delta         kind "delta", base 13        the records, one for each block (see `delta.delta`)
+    …/00000014.delta         kind "delta", base 13        the records, one for each block (see `delta.records`)
 
 The manifest of a delta has the hashes of its whole version: in staging they are compared at the end.
 """

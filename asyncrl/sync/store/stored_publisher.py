@@ -232,8 +232,10 @@ class StoredPublisher(RankPublisher):
                 items.append(new.element_size())
             if old is None or self._snapshots.shards_of(base) is not old:
                 return None  # the base was overwritten meanwhile: nothing pins it
-        if self._speed.is_very_slow:  # now, since nothing pins the base
-            records = list(map(deflate, records, items))
+        if self._speed.is_very_slow:  # only now: the base may be overwritten while blocks are compared
+            for index, item in enumerate(items):
+                self._require_open(pin)
+                records[index] = deflate(records[index], item)
         table = delta_table(records)
         size = len(table) + sum(map(len, records))
         if size >= self._snapshots.bytes:
@@ -254,14 +256,17 @@ class StoredPublisher(RankPublisher):
 
     def _block(self, pin: Pin, block: StoredBlock, digests: dict[str, list[int]]) -> torch.Tensor:
         """The block of a pinned version; adds its hash. Raises SnapshotEvictedError once the pin is no good."""
-        if self._closing:
-            raise SnapshotEvictedError(f"{self.name}: closed while it stored version {pin.version}")
+        self._require_open(pin)
         self._snapshots.moved(pin)
         values = self._snapshots.shards(pin).view(block.name, block.box)
         if self._config.verify:
             shape = self._layout[block.name].shape
             digests[block.name].append(row_digest(values, block.box, shape, block.name))
         return values
+
+    def _require_open(self, pin: Pin) -> None:
+        if self._closing:
+            raise SnapshotEvictedError(f"{self.name}: closed while it stored version {pin.version}")
 
     def _put_manifest(
         self,

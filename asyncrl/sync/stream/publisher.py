@@ -90,7 +90,14 @@ class SnapshotSource(SnapshotMemory):
     ) -> Deltas | None:
         if self._chain is None or not (speed.is_slow or self._config.delta == "always"):
             return None
-        return self._chain.find(base, pin.version, source, seconds, deflated=speed.is_very_slow)
+        return self._chain.find(
+            base,
+            pin.version,
+            source,
+            seconds,
+            deflated=speed.is_very_slow,
+            still_wanted=lambda: self.moved(pin),
+        )
 
 
 class RankPublisher:
@@ -187,8 +194,8 @@ class Publisher(RankPublisher):
     def close(self, wait_s: float = 0.0) -> None:
         atexit.unregister(self.close)
         self._source.wait_idle(wait_s)
-        self._server.close()
         self._source.close()
+        self._server.close()
 
     # Requests, in the RPC thread.
 

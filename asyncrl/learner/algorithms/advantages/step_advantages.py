@@ -80,11 +80,9 @@ def off_policy_step_baseline(batch: MicroBatch, config: AlgorithmConfig, context
     `off_policy_baseline`: its rollout is set against those of the group. Where all returns of a state are equal, a mean
     of 1 − min(w, 1) below a tenth counts as none. Nothing is divided by a standard deviation.
     """
-    steps, floor, moved_N = (
-        BatchSteps.of(batch, config.gamma),
-        config.baseline_floor,
-        moved_since_behaviour(batch),
-    )
+    steps = BatchSteps.of(batch, config.gamma)
+    floor = config.baseline_floor
+    moved_N = moved_since_behaviour(batch)
     moved_S = zeros(len(steps.returns_S)).index_add_(0, steps.step_P, moved_N[batch.loss_mask_N])
     to_the_end_S = reverse_sums(moved_S, torch.ones(batch.rollouts, dtype=torch.float64), steps.rollout_S)
     ahead_S = centred_off_policy(steps.returns_S, to_the_end_S, floor, steps.state_S)

@@ -32,6 +32,7 @@ from asyncrl.sync.delta.delta_stream import (
 from asyncrl.sync.delta.device_delta import Pair
 from asyncrl.sync.layout.layout import Box, Layout, ParamLayout, whole_layout
 from asyncrl.sync.plan.plan import SourcePlan, plan
+from asyncrl.sync.stream.snapshot import SnapshotEvictedError
 from asyncrl.sync.tensors.bucket import Buffers
 from asyncrl.sync.tensors.shards import Shards
 
@@ -258,6 +259,20 @@ def test_messages_that_are_not_made_in_time_are_none(
     (source,) = plan([LAYOUT], LAYOUT, 128).sources
     assert step is not None
     assert route(step, source, LAYOUT, deflated=False, in_time=lambda: next(left)) is None
+
+
+def test_messages_that_nobody_wants_any_more_are_not_made(learners: Callable[..., Learner]) -> None:
+    learner = learners()
+    learner.find(None, 0)
+    learner.publish(0)
+    learner.publish(1)
+
+    def unwanted() -> None:
+        raise SnapshotEvictedError("gone")
+
+    with pytest.raises(SnapshotEvictedError):
+        learner.chain.find(0, 1, whole_plan(), 10.0, deflated=True, still_wanted=unwanted)
+    assert learner.find(0, 1) is not None
 
 
 def test_changes_that_are_no_less_than_the_version_are_none(learners: Callable[..., Learner]) -> None:

@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.sync.delta.delta_chain import Messages
 from asyncrl.sync.delta.records import HEADER_BYTES
 from asyncrl.sync.layout.layout import Box, ParamLayout, layout_bytes
+from asyncrl.sync.stream.snapshot import Pin, SnapshotMemory
 from asyncrl.sync.stream.subscriber import StagedWeights
 
 closing = pytest.fixture(closing_all)
@@ -156,6 +157,11 @@ def test_auto_sends_deltas_over_slow_links_alone(
 
     def spied(*step: Any, deflated: bool, in_time: Callable[[], bool]) -> Messages | None:
         routed.append(deflated)
+        with monkeypatch.context() as patch:
+            moved: list[Pin] = []
+            patch.setattr(SnapshotMemory, "moved", lambda _, pin: moved.append(pin))
+            assert in_time()
+            assert len(moved) == 1, "the transfer counts as alive while its messages are made"
         return real(*step, deflated=deflated, in_time=in_time)
 
     monkeypatch.setattr(delta_chain, "route", spied)
