@@ -4,6 +4,7 @@ real vLLM on the CPU with int8 products, of activations that it quantizes for ea
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +184,22 @@ async def test_vllm_multiplies_in_int8_after_each_update(house: House) -> None:
         off = np.median([np.abs(turn.logprobs - log_probs(expected, turn)) for turn in turns])
         of_whole = np.median([np.abs(turn.logprobs - log_probs(house.model, turn)) for turn in turns])
         assert off < of_whole / 5
+
+
+@needs_vllm
+def test_vllm_never_takes_the_kernels_for_amx() -> None:
+    """They multiply activations in bfloat16 alone, and keep weights in a form of their own. Not every CPU has them, so
+    that vLLM's choice is looked at: no module of it may have the function that it came with."""
+    import asyncrl.generator.engines.vllm.vllm_worker  # noqa: F401  (a worker imports it before it makes a model)
+
+    choices = {
+        name: module.check_cpu_sgl_kernel
+        for name, module in list(sys.modules.items())
+        if name.startswith("vllm.") and hasattr(module, "check_cpu_sgl_kernel")
+    }
+    assert len(choices) >= 2
+    assert {name for name, choice in choices.items() if choice.__module__.startswith("vllm.")} == set()
+    assert not any(choice(256, 256, torch.int8) for choice in choices.values())
 
 
 @needs_vllm

@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as vllm_int8
 from vllm.model_executor.layers import utils as vllm_linear
 
 from asyncrl.config.schema import ModelConfig, SyncConfig
@@ -61,6 +62,7 @@ Report = dict[str, Any]
 def _keep_weights_live() -> None:
     vllm._custom_ops._supports_onednn = False
     vllm_linear.check_cpu_sgl_kernel = lambda *_: False
+    vllm_int8.check_cpu_sgl_kernel = lambda *_: False  # AMX multiplies no activations in float32
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch may have been imported before it was set
         torch._dynamo.config.disable = True
 
