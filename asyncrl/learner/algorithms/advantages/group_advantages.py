@@ -83,10 +83,9 @@ def off_policy_baseline(batch: MicroBatch, config: AlgorithmConfig, context: Alg
 
     w = π/μ is the product over the policy tokens of the rollout, with the policy at the version's start. F,
     `baseline_floor`, is the reward assumed of answers that the group does not have: V is a lower estimate of the
-    policy's own mean reward, where no reward is below F. For rollouts of the policy itself w
-    is 1, and this is dr_grpo. Otherwise groups whose rewards are all equal have a gradient, too: right answers that
-    have become less probable than under μ get an advantage above 0. In such a group, a mean of 1 − min(w, 1) below a
-    tenth counts as none.
+    policy's own mean reward, where no reward is below F. For rollouts of the policy itself w is 1, and this is dr_grpo.
+    Otherwise groups whose rewards are all equal have a gradient, too: right answers that have become less probable than
+    under μ get an advantage above 0. In such a group, a mean of 1 − min(w, 1) below a tenth counts as none.
     """
     log_ratio_R = rollout_sums(moved_since_behaviour(batch), batch)
     return centred_off_policy(batch.rewards_R, log_ratio_R, config.baseline_floor, batch.group_R)[batch.seq_N]
