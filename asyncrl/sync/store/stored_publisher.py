@@ -28,7 +28,7 @@ from asyncrl.errors import AsyncRLError, WeightSyncError
 from asyncrl.sync.delta.device_delta import all_changes
 from asyncrl.sync.delta.link_speed import LinkSpeed
 from asyncrl.sync.delta.records import changes_to_bytes, deflate
-from asyncrl.sync.layout.layout import layout_bytes
+from asyncrl.sync.layout.layout import ITEM_BYTES, layout_bytes
 from asyncrl.sync.store.blobs import Blobs, Bytes
 from asyncrl.sync.store.stored import (
     DELTA,
@@ -223,18 +223,18 @@ class StoredPublisher(RankPublisher):
             return None
         base = self._chain.newest
         digests = self._no_digests()
-        records, items = [], []
+        records = []
         for block in blocks(self._layout):
             new = self._block(pin, block, digests)
             old = self._snapshots.shards_of(base)
             if old is not None:
                 records.append(changes_to_bytes(*all_changes([(old.view(block.name, block.box), new)])))
-                items.append(new.element_size())
             if old is None or self._snapshots.shards_of(base) is not old:
                 return None  # the base was overwritten meanwhile: nothing pins it
         if self._speed.is_very_slow:  # only now: the base may be overwritten while blocks are compared
-            for index, item in enumerate(items):
+            for index, block in enumerate(blocks(self._layout)):
                 self._require_open(pin)
+                item = ITEM_BYTES[self._layout[block.name].dtype]
                 records[index] = deflate(records[index], item)
         table = delta_table(records)
         size = len(table) + sum(map(len, records))
