@@ -40,6 +40,9 @@ DROPPED = "queue/dropped/"
 EDGE_VERSIONS = 5
 """reward_start and reward_end are means over this many versions."""
 
+TRACKERS_SHARE = 2 / 3
+"""Of `launch.stop_deadline_s`, for the last calls of all trackers."""
+
 WorkerStats = Mapping[str, Any]
 """A worker's telemetry (generator/telemetry.py): tokens, seconds {span: s}, gpus (`GpuTotals`) and weights/flips since
 its start, held, and weights/pauses_ms and weights/fetches_ms of its last flips, and weights/floor_ms, the least a pause
@@ -134,7 +137,7 @@ class RunRecords:
         if self._rows is not None:
             self._rows.close()
         self.profile.close()
-        self._trackers.close()
+        self._trackers.close(TRACKERS_SHARE * self._config.launch.stop_deadline_s)
         if self._rollouts is not None:
             self._rollouts.close()
 

@@ -3,8 +3,7 @@
     write, write_rollouts ──▸ room for ROOM calls ──▸ thread: import, open, call after call ──▸ package ──▸ its service
     never wait                without room: lost       a call that fails: lost; the next one is made
 
-The first loss is a warning; the end has another one, with their number. `close` waits CLOSE_S for all of them
-together.
+The first loss is a warning; the end has another one, with their number. `close` has one deadline for all of them.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ ROOM = 1000
 
 ROOM_BYTES = 1 << 28
 """Of text in tables of rollouts that wait."""
-
-CLOSE_S = 20.0
-"""For the last calls of all trackers; less than `launch.stop_deadline_s`."""
 
 Call = Callable[[Tracker], None]
 
@@ -125,7 +121,8 @@ class Trackers:
         if table:
             self._submit(lambda tracker: tracker.write_rollouts(version, table), nbytes)
 
-    def close(self, seconds: float = CLOSE_S) -> None:
+    def close(self, seconds: float) -> None:
+        """seconds: for the last calls of all of them"""
         deadline = time.monotonic() + seconds
         for each in self._each:
             each.end()

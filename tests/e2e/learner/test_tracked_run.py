@@ -26,6 +26,7 @@ def test_a_resumed_run_is_whole_in_each_tracker(config_file: Path) -> None:
         "telemetry.rollouts_every=2",
         "learner.profile_versions=[2,3]",
         "telemetry.trace_mb=8",
+        "launch.stop_deadline_s=180",  # MLflow makes its database meanwhile
     )
     for more in (("run.versions=4",), ("run.versions=6", "run.resume=true")):
         with started("asyncrl", "train", str(config_file), *words, *more, env=env) as launcher:

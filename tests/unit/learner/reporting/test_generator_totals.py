@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from learner_cases import small_config, tiny_model
 
-from asyncrl.config.schema import LearnerConfig
+from asyncrl.config.schema import LaunchConfig, LearnerConfig
 from asyncrl.device.meter import GpuTotals
 from asyncrl.learner.reporting.report import SUMMARY, GeneratorTotals, RunRecords, run_summary, step_row
 from asyncrl.telemetry.step_times import DECODE, PREFILL, StepTimes
@@ -186,3 +187,16 @@ def test_a_run_that_goes_on_has_no_summary_of_its_end(tmp_path: Path) -> None:
     records.open(0)
     records.close()
     assert not (tmp_path / SUMMARY).exists()
+
+
+def test_trackers_have_most_of_the_time_that_a_clean_end_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    trackers = SimpleNamespace(write=lambda row: None, close=waits.append)
+    monkeypatch.setattr("asyncrl.learner.reporting.report.open_trackers", lambda *_: trackers)
+    tiny_model(tmp_path / "model")
+    records = RunRecords(tmp_path, small_config(tmp_path, launch=LaunchConfig(stop_deadline_s=90)))
+    records.open(0)
+    records.close()
+    assert waits == [60]
