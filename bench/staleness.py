@@ -55,6 +55,7 @@ Ages = tuple[int, ...]
 
 ARMS: dict[str, list[str]] = {
     "clip": ["algorithm.dual_clip=2"],
+    "asymre": ["algorithm.dual_clip=2", "algorithm.advantage=asymre"],
     "off_policy_baseline": ["algorithm.dual_clip=2", "algorithm.advantage=off_policy_baseline"],
     "clip_int8": ["algorithm.dual_clip=2", "generator.quantization=int8"],
     "clip_fp8": ["algorithm.dual_clip=2", "generator.quantization=fp8"],

@@ -64,6 +64,9 @@ STEPWISE = {"reward": {"function": "asyncrl.tasks.echo:stepwise"}}
 SEVERAL_STEPS = {"learner": {"optimizer": {"lr": 5e-3}}, "run": {"versions": 100}}
 """For four optimizer steps a version."""
 CHANGES: dict[str, dict[str, Any]] = {
+    # At first all are wrong in most groups, and it learns what they sampled: with 20 groups it ends at 0.73 to 0.93, by
+    # seed.
+    "asymre": {"batch": {"groups": 40}, "run": {"versions": 100}},
     # At a rate of 1e-2 a seed, or how a machine rounds, decides whether it stays at 0.67.
     "clip_cov": {"learner": {"optimizer": {"lr": 3e-3}}, "run": {"versions": 100}},
     "dapo": {

@@ -10,7 +10,7 @@ from asyncrl.config.rules import Amount, Count, NotNegative, Positive, Rule, Sec
 
 GROUP_ADVANTAGES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "sppo", "prime"),
-    *("gigpo", "hgpo", "optimal_token_baseline", "off_policy_baseline", "off_policy_step_baseline"),
+    *("gigpo", "hgpo", "optimal_token_baseline", "asymre", "off_policy_baseline", "off_policy_step_baseline"),
 )
 """Advantages that compare the rollouts of a task: those that need 'group' in `learner/algorithms/registry.py`."""
 
@@ -206,6 +206,7 @@ class AlgorithmConfig(Section):
         "reinforce_pp_baseline",
         "remax",
         "optimal_token_baseline",
+        "asymre",
         "off_policy_baseline",
         "off_policy_step_baseline",
         "opo",
@@ -265,6 +266,9 @@ class AlgorithmConfig(Section):
     hgpo_alpha: float = key(1.0, "α: weight (k + 1)^α of the groups that share k of them")
     sppo_eta: float = key(1.0, "η of sppo: how far the log-ratio is pulled")
     sppo_beta: float | None = key(None, "R − soft-mean_β(R) in place of P̂ − ½; none: P̂ − ½")
+    baseline_shift: float = key(
+        -0.1, "asymre: δV, what is added to the mean reward of the group; below 0: right answers weigh more"
+    )
     baseline_floor: float = key(
         0.0,
         "off_policy_baseline, off_policy_step_baseline: F, the reward assumed of what the group does not have: that of "

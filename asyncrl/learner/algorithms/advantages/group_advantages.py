@@ -1,7 +1,7 @@
 """Advantages of whole rollouts: R, the reward of a rollout, set against the rewards of its group.
 
 Every policy token of a rollout gets the same number. A group of one, and a group whose rewards are all equal, gets 0,
-but for `off_policy_baseline`.
+but for `asymre` and `off_policy_baseline`.
 
 Axes:  G groups · R rollouts · n rollouts of one group · N tokens
 """
@@ -71,6 +71,16 @@ def opo(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -
     lengths_R = group_sums(length_R, batch.group_R).clamp(min=1)
     baseline_R = group_sums(length_R * offset_R, batch.group_R) / lengths_R
     return (offset_R - baseline_R)[batch.seq_N]
+
+
+@advantage("asymre", source="AsymRE, arXiv 2506.20520", needs={"group"})
+def asymre(batch: MicroBatch, config: AlgorithmConfig, context: AlgorithmContext) -> Tensor:
+    """R − (mean of the group + δV), δV = `baseline_shift`.
+
+    Below 0, δV makes old successes weigh more than old failures, of which a policy that has moved learns less. Groups
+    whose rewards are all equal have the gradient of −δV, those in which all answers are wrong, too.
+    """
+    return (centred(batch.rewards_R, batch.group_R) - config.baseline_shift)[batch.seq_N]
 
 
 @advantage(

@@ -135,6 +135,7 @@ CASES: dict[str, Config] = {
         AlgorithmConfig(advantage="sppo", loss="sppo", aggregation="seq-mean-token-sum", **FROZEN)
     ),
     "optimal_token_baseline": config_of(AlgorithmConfig(advantage="optimal_token_baseline")),
+    "asymre": config_of(AlgorithmConfig(advantage="asymre", dual_clip=2.0)),
     "off_policy_baseline": config_of(AlgorithmConfig(advantage="off_policy_baseline", dual_clip=2.0)),
     "off_policy_step_baseline": several(
         AlgorithmConfig(advantage="off_policy_step_baseline", loss="decoupled_ppo", **FROZEN)
@@ -797,7 +798,10 @@ def test_a_term_beside_the_loss_takes_flat_groups_too(term: dict[str, Any]) -> N
     assert all(gradient.abs().sum() > 0 for gradient in backend.policy.gradients)
 
 
-@pytest.mark.parametrize(("advantage", "trained"), [("dr_grpo", 0), ("off_policy_baseline", GROUPS * SIZE)])
+@pytest.mark.parametrize(
+    ("advantage", "trained"),
+    [("dr_grpo", 0), ("off_policy_baseline", GROUPS * SIZE), ("asymre", GROUPS * SIZE)],
+)
 def test_flat_groups_whose_answers_are_less_probable_now_are_trained_on(advantage: Any, trained: int) -> None:
     """With one baseline and not with the other. The policy is near a uniform one, μ gives each token e⁻²."""
     config = config_of(AlgorithmConfig(advantage=advantage), tokens=1)

@@ -44,6 +44,7 @@ def test_agrees_with_the_oracle(literal: str) -> None:
         ("grpo", [2 / 2**0.5, 0.0, -1 / 2**0.5, -1 / 2**0.5]),
         ("dr_grpo", [2.0, 0.0, -1.0, -1.0]),
         ("rloo", [8 / 3, 0.0, -4 / 3, -4 / 3]),
+        ("asymre", [2.1, 0.1, -0.9, -0.9]),  # V = 1 − 0.1
         ("opo", [2.0, 0.0, -1.0, -1.0]),  # all of one length: the plain mean
         ("gpg", [2.0, 0.0, -1.0, -1.0]),  # no group without spread
         ("pass_at_k", [2.0, 0.0, 0.0, 0.0]),
@@ -177,6 +178,11 @@ def test_no_spread_and_a_group_of_one_give_exactly_zero(literal: str) -> None:
 def test_rewards_of_low_variance_stay_finite() -> None:
     ours = of_rollouts(rewards_batch([1, 1.00001, 2, 2.00001]), AlgorithmConfig(advantage="grpo"))
     assert ours == pytest.approx([-0.8660, -0.8660, 0.8660, 0.8660], abs=1e-4)
+
+
+def test_asymre_moves_the_mean_of_groups_without_spread_too() -> None:
+    config = AlgorithmConfig(advantage="asymre", baseline_shift=-0.25)
+    assert of_rollouts(rewards_batch([1, 1], [0, 0], [1, 0]), config) == [0.25, 0.25, 0.25, 0.25, 0.75, -0.25]
 
 
 def off_policy(
