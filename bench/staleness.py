@@ -75,6 +75,11 @@ STEP_ARMS: dict[str, list[str]] = {
         *("algorithm.advantage=off_policy_step_baseline", "algorithm.loss=ppo"),
         *("algorithm.proximal=behaviour", "algorithm.gamma=0.95", "algorithm.dual_clip=2"),
     ],
+    "off_policy_step_baseline_rollouts": [
+        *("algorithm.advantage=off_policy_step_baseline", "algorithm.loss=ppo", "algorithm.proximal=frozen"),
+        *("algorithm.gamma=0.95", "algorithm.dual_clip=2", "algorithm.correction.kind=tis"),
+        *("algorithm.correction.level=sequence", "algorithm.correction.high=2.0"),
+    ],
     "gigpo": [
         *("algorithm.advantage=gigpo", "algorithm.loss=ppo", "algorithm.proximal=behaviour"),
         *("algorithm.gamma=0.95", "algorithm.dual_clip=2"),

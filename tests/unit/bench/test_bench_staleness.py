@@ -81,6 +81,7 @@ def test_each_arm_of_steps_is_a_configuration_of_sokoban(arm: str) -> None:
         == {
             "off_policy_step_baseline": set(),
             "off_policy_step_baseline_clip": {"loss", "proximal"},
+            "off_policy_step_baseline_rollouts": {"loss", "correction"},
             "gigpo": {"advantage", "loss", "proximal"},
         }[arm]
     )
