@@ -803,7 +803,7 @@ def test_a_term_beside_the_loss_takes_flat_groups_too(term: dict[str, Any]) -> N
     [("dr_grpo", 0), ("off_policy_baseline", GROUPS * SIZE), ("asymre", GROUPS * SIZE)],
 )
 def test_flat_groups_whose_answers_are_less_probable_now_are_trained_on(advantage: Any, trained: int) -> None:
-    """With one baseline and not with the other. The policy is near a uniform one, μ gives each token e⁻²."""
+    """With two baselines and not with the mean. The policy is near a uniform one, μ gives each token e⁻²."""
     config = config_of(AlgorithmConfig(advantage=advantage), tokens=1)
     backend = FakeBackend()
     step = version_step(backend, config)
