@@ -3,7 +3,7 @@
     python -m bench.network.changes --json FILE --table FILE
 
 Two learner ranks and one generator, on hosts of their own. Each step moves all weights by 1e-6, as AdamW does at that
-learning rate. A version's time runs from `publish` to verified parameters. About 4 minutes.
+learning rate. A version's time runs from `publish` to verified parameters. About 7 minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ FORMS: dict[str, tuple[dict[str, Any], float]] = {
     "deflated": ({"delta": "always"}, math.inf),
 }
 """Keys of sync, and the speed below which a link gets deflated changes."""
+
+MBIT = [100.0, 1000.0, 2500.0, 5000.0, 10_000.0]
 
 BARS = (Bar("bytes.deflated", 0.02, most=True),)
 
@@ -117,9 +119,7 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--parameters", type=int, default=100, choices=list(SHAPES), help="millions")
-    parser.add_argument(
-        "--mbit", type=float, nargs="+", default=[100.0, 1000.0], help="of a card, per second"
-    )
+    parser.add_argument("--mbit", type=float, nargs="+", default=MBIT, help="of a card, per second")
     args = parser.parse_args()
     links = {mbit: measured(args.parameters, mbit, args.repetitions) for mbit in args.mbit}
     text = table(links, args.parameters, args.repetitions)

@@ -68,7 +68,7 @@ class SyncConfig(Section):
     delta: Literal["never", "auto", "always"] = key(
         "auto",
         "send what changed since the version that a generator has, or store what changed since the last stored one, "
-        "if that is less; deflated where link or store is slower than 25 MB/s; auto: where it is slower than 1 GB/s. "
+        "if that is less; deflated where link or store is slower than 25 MB/s; auto: where it is slower than 0.5 GB/s. "
         "Needs snapshots=2",
     )
     delta_share: Positive = key(

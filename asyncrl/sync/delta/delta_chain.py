@@ -23,10 +23,10 @@ import torch
 
 from asyncrl.device import accelerator
 from asyncrl.device.streams import SideStream
-from asyncrl.sync.delta.delta import cut
+from asyncrl.sync.delta.delta import Changes, cut, in_order
 from asyncrl.sync.delta.delta_stream import MOST_STEPS, Deltas
 from asyncrl.sync.delta.device_delta import all_changes
-from asyncrl.sync.delta.records import changes_nothing, changes_to_bytes, deflate, read
+from asyncrl.sync.delta.records import changes_nothing, changes_to_bytes, deflate, join, read
 from asyncrl.sync.layout.layout import ITEM_BYTES, Box, Layout
 from asyncrl.sync.plan.plan import Piece, SourcePlan, tiles
 from asyncrl.sync.tensors.shards import Shards
@@ -112,11 +112,25 @@ def route(
 
 
 def _record(tiles: Sequence[Tile], piece: Piece, item: int) -> torch.Tensor:
-    inside = [tile for tile in tiles if tile.box.intersection(piece.box)]
-    if len(inside) == 1 and inside[0].box == piece.box:
-        return inside[0].record
-    changes = [(t.box, c) for t in inside for c in read(t.record, [(t.box.elements, item)])]
-    return changes_to_bytes(cut(changes, piece.box))
+    """The record of a piece: those of its tiles, joined as they are where they lie one after another in it."""
+    inside = [(tile, both) for tile in tiles if (both := tile.box.intersection(piece.box)) is not None]
+    if len(inside) == 1 and inside[0][0].box == piece.box:
+        return inside[0][0].record
+    if in_order([both for _, both in inside], piece.box):
+        joined = join([(_part(tile, both, item), both.elements) for tile, both in inside], item)
+        if joined is not None:
+            return joined
+    return changes_to_bytes(cut([(tile.box, _read(tile, item)) for tile, _ in inside], piece.box))
+
+
+def _part(tile: Tile, box: Box, item: int) -> torch.Tensor:
+    """The record of a box inside of a tile."""
+    return tile.record if tile.box == box else changes_to_bytes(cut([(tile.box, _read(tile, item))], box))
+
+
+def _read(tile: Tile, item: int) -> Changes:
+    (changes,) = read(tile.record, [(tile.box.elements, item)])
+    return changes
 
 
 class DeltaChain:

@@ -1,6 +1,6 @@
 """The speed of a link or a store, by its last whole version, and the form in which it gets the next.
 
-    at least 1 GB/s    the whole version
+    at least 0.5 GB/s  the whole version
     less               its changes
     below 25 MB/s      its changes, deflated
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FAST_BYTES_S = 1e9
-"""One core makes deltas at about that speed."""
+FAST_BYTES_S = 5e8
+"""One core at each end makes deltas and adds them at about that speed."""
 
 DEFLATE_BYTES_S = 2.5e7
 """Deflating nearly halves a record. Both ends together process some 50 MB of records a second, so that a link above

@@ -19,11 +19,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
-from asyncrl.sync.delta.delta import INTEGERS, Changes
+from asyncrl.sync.delta.delta import INTEGERS, Changes, IntegerArray
 
 UNCHANGED = 255
 """A gap byte that ends at no changed element."""
@@ -35,6 +38,8 @@ HEADER_BYTES = 40
 
 PLAIN = -1
 """In the header, in place of the size of a part that is not deflated."""
+
+EMPTY = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +97,9 @@ class RecordHeader:
         if not all(size == PLAIN or 0 <= size < plain for size, plain in deflated):
             raise WireError(f"a delta with parts that deflating makes longer: {self}")
 
-    def to_bytes(self) -> torch.Tensor:
+    def to_bytes(self) -> NDArray[np.uint8]:
         fields = (self.gaps, self.steps, self.wide, self.deflated_gaps, self.deflated_narrow)
-        return torch.tensor(fields).view(torch.uint8)
+        return np.array(fields, np.int64).view(np.uint8)
 
 
 def most_bytes(raw: int) -> int:
@@ -109,17 +114,42 @@ def changes_nothing(record: torch.Tensor) -> bool:
 
 def changes_to_bytes(changes: Changes) -> torch.Tensor:
     """The record of these changes, [bytes] uint8 on the CPU."""
-    steps = changes.steps.cpu().contiguous()
-    gaps = None if changes.positions is None else _gaps(changes.positions.cpu())
-    narrow = steps.to(torch.int8)
-    unfit = (narrow != steps) | (narrow == WIDE)
-    wide = steps[unfit] if bool(unfit.any()) else steps[:0]
-    if steps.numel() + wide.numel() * steps.element_size() < steps.numel() * steps.element_size():
-        count, narrow = wide.numel(), narrow.masked_fill_(unfit, WIDE)
+    steps = changes.steps.cpu().numpy()
+    gaps = None if changes.positions is None else _gaps(changes.positions.cpu().numpy())
+    narrow = steps.astype(np.int8)
+    unfit = np.flatnonzero((narrow != steps) | (narrow == WIDE))
+    wide = steps[unfit]
+    if len(steps) + wide.nbytes < steps.nbytes:
+        count = len(wide)
+        narrow[unfit] = WIDE
     else:
         count, wide, narrow = -1, steps, narrow[:0]
-    header = RecordHeader(-1 if gaps is None else gaps.numel(), steps.numel(), count)
+    header = RecordHeader(-1 if gaps is None else len(gaps), len(steps), count)
     return _joined(header, wide, narrow[:0] if gaps is None else gaps, narrow)
+
+
+def join(records: Iterable[tuple[torch.Tensor, int]], item: int) -> torch.Tensor | None:
+    """The record of tensors that lie one after another. records: of each its own, not deflated, and its elements.
+
+    None where one of them must be read for that: it has no gaps, or wide steps alone. item: bytes of an element
+    """
+    wide, gaps, narrow = [EMPTY], [EMPTY], [EMPTY]
+    unchanged = 0  # elements since the last change
+    for record, elements in records:
+        header = RecordHeader.of(record)
+        if not header.steps:
+            unchanged += elements
+            continue
+        if header.dense or header.all_wide:
+            return None
+        _, own_wide, own_gaps, own_narrow, _ = (part.numpy() for part in record.split(header.sizes(item)))
+        wide.append(own_wide)
+        gaps.append(_longer(own_gaps, unchanged))
+        narrow.append(own_narrow)
+        unchanged = elements - header.steps - int(own_gaps.sum(dtype=np.int64))
+    wide_bytes, gap_bytes, steps = (np.concatenate(parts) for parts in (wide, gaps, narrow))
+    header = RecordHeader(len(gap_bytes), len(steps), len(wide_bytes) // item)
+    return _joined(header, wide_bytes, gap_bytes, steps)
 
 
 def deflate(record: torch.Tensor, item: int) -> torch.Tensor:
@@ -128,7 +158,7 @@ def deflate(record: torch.Tensor, item: int) -> torch.Tensor:
     item: bytes of an element
     """
     header = RecordHeader.of(record)
-    _, wide, gaps, narrow, _ = record.split(header.sizes(item))
+    _, wide, gaps, narrow, _ = (part.numpy() for part in record.split(header.sizes(item)))
     packed_gaps, packed_narrow = _deflated(gaps), _deflated(narrow)
     if len(packed_gaps) < len(gaps):
         header, gaps = replace(header, deflated_gaps=len(packed_gaps)), packed_gaps
@@ -168,19 +198,20 @@ def _record(data: torch.Tensor, elements: int, item: int) -> tuple[Changes, int]
         narrow = _inflated(narrow, header.narrow_bytes)
     steps = wide.view(INTEGERS[item])
     if not header.all_wide:
-        steps = _steps(narrow.view(torch.int8), steps)
-    return Changes(None if header.dense else _positions(gaps, header.steps, elements), steps), sum(sizes)
+        steps = torch.from_numpy(_steps(narrow.view(torch.int8).numpy(), steps.numpy()))
+    positions = None if header.dense else torch.from_numpy(_positions(gaps.numpy(), header.steps, elements))
+    return Changes(positions, steps), sum(sizes)
 
 
-def _joined(header: RecordHeader, *parts: torch.Tensor) -> torch.Tensor:
+def _joined(header: RecordHeader, *parts: NDArray[Any]) -> torch.Tensor:
     """The record of these parts, with zeros up to a multiple of 8 bytes."""
-    every = [header.to_bytes(), *(part.view(torch.uint8) for part in parts)]
-    return torch.cat([*every, torch.zeros(-sum(map(len, every)) % 8, dtype=torch.uint8)])
+    every = [header.to_bytes(), *(part.view(np.uint8) for part in parts)]
+    return torch.from_numpy(np.concatenate([*every, np.zeros(-sum(map(len, every)) % 8, np.uint8)]))
 
 
-def _deflated(part: torch.Tensor) -> torch.Tensor:
+def _deflated(part: NDArray[np.uint8]) -> NDArray[np.uint8]:
     packer = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
-    return torch.frombuffer(bytearray(packer.compress(part.numpy().data) + packer.flush()), dtype=torch.uint8)
+    return np.frombuffer(packer.compress(part.data) + packer.flush(), np.uint8)
 
 
 def _inflated(part: torch.Tensor, size: int) -> torch.Tensor:
@@ -195,32 +226,40 @@ def _inflated(part: torch.Tensor, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
 
 
-def _gaps(positions: torch.Tensor) -> torch.Tensor:
-    """[bytes] uint8."""
-    gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
-    if not gaps.numel() or int(gaps.max()) < UNCHANGED:
-        return gaps.to(torch.uint8)
-    ends = (gaps // UNCHANGED + 1).cumsum(0)
-    coded = torch.full((int(ends[-1]),), UNCHANGED, dtype=torch.uint8)
-    coded[ends - 1] = (gaps % UNCHANGED).to(torch.uint8)
-    return coded
+def _gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+    gaps = np.diff(positions, prepend=-1) - 1
+    far = np.flatnonzero(gaps >= UNCHANGED)
+    before = far.repeat(gaps[far] // UNCHANGED)
+    gaps[far] %= UNCHANGED
+    return np.insert(gaps.astype(np.uint8), before, UNCHANGED)
 
 
-def _steps(narrow: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+def _longer(gaps: NDArray[np.uint8], by: int) -> NDArray[np.uint8]:
+    """Gaps of which the first has `by` more elements."""
+    first = int(np.argmax(gaps != UNCHANGED))
+    more, rest = divmod(by + int(gaps[first]), UNCHANGED)
+    begin = np.full(first + more + 1, UNCHANGED, np.uint8)
+    begin[-1] = rest
+    return np.concatenate([begin, gaps[first + 1 :]])
+
+
+def _steps(narrow: NDArray[np.int8], wide: IntegerArray) -> IntegerArray:
     marked = narrow == WIDE
-    if int(marked.sum()) != wide.numel():
-        raise WireError(f"a delta with {int(marked.sum())} places for {wide.numel()} wide steps")
-    steps = narrow.to(wide.dtype)
-    if wide.numel():
-        steps[marked] = wide
+    places = np.count_nonzero(marked)
+    if places != len(wide):
+        raise WireError(f"a delta with {places} places for {len(wide)} wide steps")
+    steps = narrow.astype(wide.dtype)
+    steps[marked] = wide
     return steps
 
 
-def _positions(gaps: torch.Tensor, count: int, elements: int) -> torch.Tensor:
+def _positions(gaps: NDArray[np.uint8], count: int, elements: int) -> NDArray[np.int64]:
     changed = gaps != UNCHANGED
-    if int(changed.sum()) != count or (gaps.numel() and not bool(changed[-1])):
-        raise WireError(f"a delta with positions for {int(changed.sum())} of {count} steps")
-    ends = (gaps.to(torch.int64) + changed).cumsum(0)
-    if gaps.numel() and int(ends[-1]) > elements:
-        raise WireError(f"a delta that changes element {int(ends[-1]) - 1} of {elements}")
-    return (ends if gaps.numel() == count else ends[changed]) - 1
+    found = np.count_nonzero(changed)
+    if found != count or (len(gaps) and not changed[-1]):
+        raise WireError(f"a delta with positions for {found} of {count} steps")
+    ends = np.add(gaps, changed, dtype=np.int64)
+    np.cumsum(ends, out=ends)
+    if len(ends) and ends[-1] > elements:
+        raise WireError(f"a delta that changes element {ends[-1] - 1} of {elements}")
+    return (ends if len(ends) == count else ends[changed]) - 1

@@ -15,7 +15,7 @@ from sharding import same_bits
 
 from asyncrl.errors import WireError
 from asyncrl.sync.delta.delta import Changes, add, find_changes
-from asyncrl.sync.delta.records import HEADER_BYTES, changes_to_bytes, deflate, most_bytes, read
+from asyncrl.sync.delta.records import HEADER_BYTES, changes_to_bytes, deflate, join, most_bytes, read
 from asyncrl.sync.layout.layout import ITEM_BYTES
 
 ITEMS = sorted(ITEM_BYTES)
@@ -132,6 +132,18 @@ def test_changes_beyond_the_first_chunk_keep_their_places(monkeypatch: pytest.Mo
     assert changes.positions.tolist() == [3, 15, 16, 40, 49]
 
 
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
+def test_an_element_that_differs_alone_in_its_word_is_found(item: int) -> None:
+    """Also in the last word, which 13 elements do not fill."""
+    for place in range(13):
+        old = torch.zeros(13, dtype={1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item])
+        new = old.clone()
+        new[place] = -5
+        changes = find_changes(old, new)
+        assert changes.positions is not None
+        assert (changes.positions.tolist(), changes.steps.tolist()) == ([place], [-5])
+
+
 def test_when_most_elements_change_positions_are_left_out() -> None:
     old = torch.arange(100, dtype=torch.int32)
     record = encode_delta(old, old + 1)
@@ -162,6 +174,62 @@ def test_records_lie_one_after_another() -> None:
     assert b.tolist() == torch.arange(300, dtype=torch.uint8).flip(0).tolist()
     with pytest.raises(WireError, match="of which"):
         list(read(torch.cat([*records, torch.zeros(8, dtype=torch.uint8)]), [(10, 8), (300, 1)]))
+
+
+@st.composite
+def halves(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Two vectors that differ in fewer than half of their elements, and the ends of some parts of them."""
+    dtype = draw(st.sampled_from([torch.int8, torch.int16, torch.int64]))
+    old = torch.zeros(draw(st.integers(1, 2000)), dtype=dtype)
+    new, random = old.clone(), np.random.default_rng(draw(st.integers(0, 99)))
+    share = draw(st.sampled_from([0.0, 0.002, 0.05, 0.2]))
+    changed = np.flatnonzero(random.random(len(old)) < share)
+    new[torch.from_numpy(changed)] = torch.from_numpy(random.integers(-200, 200, len(changed))).to(dtype)
+    ends = draw(st.lists(st.integers(0, len(old)), max_size=5))
+    return old, new, sorted({*ends, len(old)})
+
+
+@given(halves())
+def test_joined_records_are_the_record_of_all_their_elements(
+    given_halves: tuple[torch.Tensor, torch.Tensor, list[int]],
+) -> None:
+    old, new, ends = given_halves
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    records = [(encode_delta(old[part], new[part]), part.stop - part.start) for part in parts]
+    joined = join(records, old.element_size())
+    if joined is None:
+        assert any(-1 in header(record)[::2] for record, _ in records)
+        return
+    whole = find_changes(old, new)
+    (found,) = read(joined, [(len(old), old.element_size())])
+    assert whole.positions is not None
+    assert found.positions is not None
+    assert torch.equal(found.positions, whole.positions)
+    assert torch.equal(found.steps, whole.steps)
+    assert joined.numel() <= most_bytes(new.nbytes)
+
+
+def test_joined_records_by_hand() -> None:
+    """Elements 2, 3 and 600 of 700, nothing in 300 more, element 5 of the last 10."""
+    parts = [
+        (Changes(torch.tensor([2, 3, 600]), torch.tensor([1, 1, 500], dtype=torch.int16)), 700),
+        (Changes(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int16)), 300),
+        (Changes(torch.tensor([5]), torch.tensor([-1], dtype=torch.int16)), 10),
+    ]
+    joined = join([(changes_to_bytes(changes), elements) for changes, elements in parts], 2)
+    assert joined is not None
+    # 2 · 0 · 596 = 2 · 255 + 86 · 99 + 300 + 5 = 255 + 149 unchanged
+    assert header(joined) == [7, 4, 1, -1, -1]
+    assert joined[40:42].view(torch.int16).tolist() == [500]
+    assert joined[42:49].tolist() == [2, 0, 255, 255, 86, 255, 149]
+    assert joined[49:53].view(torch.int8).tolist() == [1, 1, -128, -1]
+
+
+def test_records_without_positions_and_with_wide_steps_alone_are_not_joined() -> None:
+    every = changes_to_bytes(Changes(None, torch.ones(8, dtype=torch.int16)))
+    wide = changes_to_bytes(Changes(torch.tensor([3]), torch.tensor([500], dtype=torch.int16)))
+    assert join([(REGULAR, 1000), (every, 8)], 2) is None
+    assert join([(REGULAR, 1000), (wide, 8)], 2) is None
 
 
 def test_other_shapes_and_dtypes_have_no_delta() -> None:

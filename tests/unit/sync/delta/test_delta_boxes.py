@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharding import grid, same_bits
 
-from asyncrl.sync.delta.delta import Changes, add, cut, find_changes
+from asyncrl.sync.delta.delta import Changes, add, cut, find_changes, in_order
 from asyncrl.sync.layout.layout import Box
 
 
@@ -54,3 +54,12 @@ def test_by_hand() -> None:
     changes = cut([right, left], Box((0, 1), (3, 3)))  # with gaps in both tiles and in the part
     assert changes.positions is not None
     assert (changes.positions.tolist(), changes.steps.tolist()) == ([0, 4, 5, 7], [1, 2, 3, 4])
+
+
+def test_rows_lie_one_after_another_and_columns_do_not() -> None:
+    rows = [Box((0, 0), (1, 4)), Box((1, 0), (2, 4))]
+    assert in_order(rows, Box((0, 0), (3, 4)))
+    assert not in_order(rows[::-1], Box((0, 0), (3, 4)))
+    assert not in_order(rows[:1], Box((0, 0), (3, 4)))
+    assert not in_order([Box((0, 0), (3, 2)), Box((0, 2), (3, 2))], Box((0, 0), (3, 4)))
+    assert in_order([Box((0, 1), (1, 2)), Box((1, 1), (2, 2))], Box((0, 1), (3, 2)))

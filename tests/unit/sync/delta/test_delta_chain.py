@@ -18,6 +18,7 @@ from sharding import full_tensors, local_tensors, same_bits, sharded_models
 
 import asyncrl.sync.delta.delta_chain as delta_chain
 import asyncrl.sync.delta.delta_stream as delta_stream
+import asyncrl.sync.delta.records as delta_records
 from asyncrl.errors import DeadlineError, WireError
 from asyncrl.sync.delta.delta import Changes
 from asyncrl.sync.delta.delta_chain import DeltaChain, DeltaStep, Messages, make_step, route
@@ -82,6 +83,30 @@ def routed(step: DeltaStep, source: SourcePlan, layout: Layout, deflated: bool) 
     messages = route(step, source, layout, deflated=deflated, in_time=lambda: True)
     assert messages is not None
     return messages
+
+
+def test_whole_tiles_are_joined_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 3 to 19 of tiles of four rows: those at both ends alone are read and cut."""
+    old = full_tensors(LAYOUT)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["w"].view(torch.int16).view(-1)[::7] += 1
+    needed = {"w": ParamLayout((40, 10), "bfloat16", (Box((3, 0), (16, 10)),))}
+    monkeypatch.setattr(delta_chain, "TILE_BYTES", 80)
+    step = make_step(0, 1, Shards(LAYOUT, old), Shards(LAYOUT, new), lambda: True)
+    assert step is not None
+    read: list[torch.Tensor] = []
+
+    def spied(record: torch.Tensor, tensors: Any) -> Iterator[Changes]:
+        read.append(record)
+        return delta_records.read(record, tensors)
+
+    monkeypatch.setattr(delta_chain, "read", spied)
+    (source,) = plan([LAYOUT], needed, 1 << 20).sources
+    deltas = [routed(step, source, LAYOUT, deflated=False)]
+    assert all(record is step.tiles["w"][tile].record for record, tile in zip(read, (0, 4), strict=True))
+    staged = Shards(needed, {"w": old["w"][3:19].clone()})
+    take(deltas, source, staged)
+    assert same_bits(staged.parts[0], new["w"][3:19])
 
 
 def whole_plan() -> SourcePlan:

@@ -14,8 +14,8 @@ from asyncrl.sync.delta.link_speed import LinkSpeed
     [
         (200_000_000, 0.05, math.inf, False, False),
         (400, 0.04, math.inf, False, False),
-        (200_000_000, 0.25, 1e9, False, False),
-        (200_000_000, 0.3, 8e8, True, False),
+        (200_000_000, 0.45, 5e8, False, False),
+        (200_000_000, 0.55, 4e8, True, False),
         (200_000_000, 8.05, 2.5e7, True, False),
         (200_000_000, 20.05, 1e7, True, True),
     ],
