@@ -114,7 +114,7 @@ def changes_nothing(record: torch.Tensor) -> bool:
 
 def changes_to_bytes(changes: Changes) -> torch.Tensor:
     """The record of these changes, [bytes] uint8 on the CPU."""
-    steps = changes.steps.cpu().numpy()
+    steps = changes.steps.cpu().contiguous().numpy()
     gaps = None if changes.positions is None else _gaps(changes.positions.cpu().numpy())
     narrow = steps.astype(np.int8)
     unfit = np.flatnonzero((narrow != steps) | (narrow == WIDE))
