@@ -129,9 +129,11 @@ def changes_to_bytes(changes: Changes) -> torch.Tensor:
 
 
 def join(records: Iterable[tuple[torch.Tensor, int]], item: int) -> torch.Tensor | None:
-    """The record of tensors that lie one after another. records: of each its own, not deflated, and its elements.
+    """The record of tensors that lie one after another.
 
-    None where one of them must be read for that: it has no gaps, or wide steps alone. item: bytes of an element
+    records: that of each tensor, not deflated, and its elements · item: bytes of an element
+
+    Returns None where a record must be read for that: one without gaps, or with wide steps alone.
     """
     wide, gaps, narrow = [EMPTY], [EMPTY], [EMPTY]
     unchanged = 0  # elements since the last change
